@@ -30,17 +30,27 @@ impl DeviceMemory {
     ///
     /// What the driver answers.
     pub fn zeroed(stream: &Stream, bytes: usize) -> Result<Self, Error> {
-        let device = stream.device().clone();
+        let memory = Self::taken(stream.device(), bytes)?;
+        memory.zero(stream)?;
+        Ok(memory)
+    }
+
+    /// Takes it, whatever is in it.
+    pub(crate) fn taken(device: &Device, bytes: usize) -> Result<Self, Error> {
         let _current = device.enter()?;
         let mut address = 0;
         // SAFETY: writes the one address; a context is current.
         check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&raw mut address, bytes) })?;
-        let memory = Self { device: device.clone(), address, bytes };
-        // SAFETY: the range was allocated just now, and nobody else knows of it.
+        Ok(Self { device: device.clone(), address, bytes })
+    }
+
+    /// Zeroes it, in the order of `stream`: for who has told nobody of it yet.
+    pub(crate) fn zero(&self, stream: &Stream) -> Result<(), Error> {
+        let _current = self.device.enter()?;
+        // SAFETY: the range is ours, and nobody else knows of it.
         check("cuMemsetD8Async", unsafe {
-            cu::cuMemsetD8Async(address, 0, bytes, stream.handle())
-        })?;
-        Ok(memory)
+            cu::cuMemsetD8Async(self.address, 0, self.bytes, stream.handle())
+        })
     }
 
     /// The first byte.

@@ -24,6 +24,7 @@
 //!
 //! The loom models of `verification/loom` check them on this text.
 
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -32,7 +33,7 @@ use immwire_core::wake::Ticket;
 
 use crate::callback::{Callbacks, Job};
 use crate::sync::{AtomicBool, AtomicU32, Condvar, Mutex, Ordering, Timer, lock, sleep_locked};
-use crate::wait::{WaitCell, Waiter};
+use crate::wait::{OnEnd, WaitCell, Waiter};
 use crate::wakers::{self, Wakers};
 
 const CODE_DONE: u8 = 0;
@@ -209,6 +210,13 @@ impl<F: Copy> Cells<F> {
             Err((Waiter::Callback(job), _)) => Err(job),
             Ok(()) | Err((Waiter::Waker(_) | Waiter::Inline(_), _)) => Ok(()),
         }
+    }
+
+    /// Has `told` told of the end, by whoever publishes it, then and there. `false`: it has come, and nobody is told. For a holder, as which
+    /// `told` takes its place.
+    pub(crate) fn tell(&self, cell: u16, ticket: Ticket, told: Arc<dyn OnEnd>) -> bool {
+        let slot = self.slot(cell);
+        slot.is_some_and(|slot| slot.wait.leave(ticket, Waiter::Inline(told)).is_ok())
     }
 
     /// Waits until a cell may be free; `false` if `timeout` has passed.

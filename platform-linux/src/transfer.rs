@@ -1,12 +1,13 @@
 //! Transfers under way, as their callers see them.
 //!
 //! A transfer has a cell of the engine's (`cells`) from submission until it has ended and its
-//! handle has been dropped; one that was done when it was submitted needs none.
+//! handle has been dropped; one that was done when it was submitted needs none. Who comes late to look at the ends of many has
+//! them [`Kept`], so that none that has ended has a cell.
 
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -16,6 +17,8 @@ use crate::callback::Job;
 use crate::error::{End, TransferError, WaitTimeout};
 use crate::region::Region;
 use crate::shared::{Command, Shared};
+use crate::sync::{Timer, lock, sleep_locked};
+use crate::wait::OnEnd;
 
 impl Shared {
     /// The engine's side of an end: lets go of the cell and publishes it.
@@ -84,11 +87,16 @@ impl Transfer {
     /// Asks the engine to stop it. It still ends by itself: wait for that before using its memory. A message that has its place in the
     /// order is sent all the same ([`TransferEngine::submit_send`](crate::TransferEngine::submit_send)).
     pub fn cancel(&self) {
-        if let (Some((cell, ticket)), None) = (self.cell, self.poll_end())
-            && self.shared.cells.cancel(cell, ticket)
-        {
-            self.shared.send(Command::Cancel { cell, ticket });
+        if let Some(command) = self.cancellation() {
+            self.shared.send(command);
         }
+    }
+
+    /// What the driver is to be sent to stop it; nothing, if it has ended, or that is on its way.
+    fn cancellation(&self) -> Option<Command> {
+        let (cell, ticket) = self.cell?;
+        let is_to_be_sent = self.poll_end().is_none() && self.shared.cells.cancel(cell, ticket);
+        is_to_be_sent.then_some(Command::Cancel { cell, ticket })
     }
 
     /// Leaves a function to be called with the end, on the engine's callback thread (in polled mode,
@@ -129,5 +137,83 @@ impl Drop for Transfer {
         if let Some((cell, ticket)) = self.cell {
             self.shared.cells.let_go(cell, ticket);
         }
+    }
+}
+
+/// A transfer whose handle goes when it ends, and with it the cell, not when somebody comes to look. One after the other, without
+/// allocating.
+///
+/// With its lock held nothing is sent to the driver, nor is a handle dropped: either may tell ends, on this thread.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    state: Mutex<KeptState>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct KeptState {
+    /// Until it ends.
+    transfer: Option<Transfer>,
+    /// Since its cell is another's.
+    end: Option<End>,
+}
+
+impl Kept {
+    /// Keeps a transfer. The one before has ended.
+    pub(crate) fn keep(self: &Arc<Self>, transfer: Transfer) {
+        let (shared, cell) = (Arc::clone(&transfer.shared), transfer.cell);
+        *lock(&self.state) = KeptState { transfer: Some(transfer), end: None };
+        // Nobody drops the handle before this.
+        let is_told = cell.is_some_and(|(cell, ticket)| {
+            let told: Arc<dyn OnEnd> = Arc::<Self>::clone(self);
+            shared.cells.tell(cell, ticket, told)
+        });
+        if !is_told {
+            self.settle();
+        }
+    }
+
+    /// It has ended.
+    fn settle(&self) {
+        let Some(transfer) = lock(&self.state).transfer.take() else { return };
+        let end = transfer.poll_end();
+        // First: whoever sees the end may submit the next in its place.
+        drop(transfer);
+        lock(&self.state).end = end;
+        self.ended.notify_all();
+    }
+
+    /// How it ended; [`None`] while it is under way.
+    pub(crate) fn poll_end(&self) -> Option<End> {
+        lock(&self.state).end
+    }
+
+    /// Waits for the end, as [`Transfer::wait`] does.
+    pub(crate) fn wait(&self, timeout: Duration) -> Option<End> {
+        let timer = Timer::start(timeout);
+        if let Some(end) = timer.spin(|| self.poll_end()) {
+            return Some(end);
+        }
+        let mut state = lock(&self.state);
+        while state.end.is_none() {
+            state = sleep_locked(&self.ended, state, timer.left()?);
+        }
+        state.end
+    }
+
+    /// As [`Transfer::cancel`].
+    pub(crate) fn cancel(&self) {
+        let cancellation =
+            |transfer: &Transfer| Some((Arc::clone(&transfer.shared), transfer.cancellation()?));
+        let asked = lock(&self.state).transfer.as_ref().and_then(cancellation);
+        if let Some((shared, command)) = asked {
+            shared.send(command);
+        }
+    }
+}
+
+impl OnEnd for Kept {
+    fn ended(self: Arc<Self>, _: Ticket, _: u8) {
+        self.settle();
     }
 }

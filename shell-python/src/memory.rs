@@ -129,8 +129,18 @@ impl Memory {
 
     /// Copies `bytes` to its beginning, as many as fit. It must not be read only.
     pub(crate) fn copy_from(&self, bytes: &[u8]) {
-        // SAFETY: as above, the other way round: not read only, the memory may be written to.
-        unsafe { std::ptr::copy(bytes.as_ptr(), self.ptr.as_ptr(), bytes.len().min(self.len)) };
+        self.copy_from_at(0, bytes);
+    }
+
+    /// The same from `offset` on.
+    pub(crate) fn copy_from_at(&self, offset: usize, bytes: &[u8]) {
+        let Some(room) = self.len.checked_sub(offset) else { return };
+        // SAFETY: as above, the other way round: not read only, the memory may be written to; `offset` lies in it, or at its end, and
+        // behind it there are `room` bytes.
+        unsafe {
+            let to = self.ptr.as_ptr().add(offset);
+            std::ptr::copy(bytes.as_ptr(), to, bytes.len().min(room));
+        }
     }
 }
 

@@ -181,6 +181,43 @@ def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
         assert [exchange.rounds for exchange in ranks.exchanges] == [3] * world
 
 
+def test_slots_of_no_token_are_anybodys_while_the_call_waits():
+    with World(2, experts=4, world=2, scale_bytes=8) as ranks:
+        inputs = [made_up(rank, 3, 4, 8) for rank in range(2)]
+        room = ranks.exchanges[0].max_slots
+        outs = [np.full((room, HIDDEN), 77, np.uint16) for _ in range(2)]
+        out_scales = [np.full((room, 8), 77, np.uint8) for _ in range(2)]
+        # Behind the three tokens of either rank.
+        unused = [MAX_TOKENS - 1, 2 * MAX_TOKENS - 1]
+        calls = threading.Event()
+
+        def work(rank, exchange):
+            x, indices, weights, scales = inputs[rank]
+            if rank == 1:
+                assert calls.wait(PATIENCE)
+                # For the other's call to begin. If it has not, this says nothing.
+                time.sleep(0.3)
+                outs[0][unused] = 5
+                out_scales[0][unused] = 5
+            calls.set()
+            slots = np.zeros(exchange.max_rows, np.int32)
+            lent = dict(out=outs[rank], out_scales=out_scales[rank], slots=slots)
+            received = exchange.dispatch(to_bf16(x), indices, weights, scales, **lent)
+            used = set(slots[: received.offsets[-1]])
+            for source, (theirs, chosen, _, their_scales) in enumerate(inputs):
+                for token in range(3):
+                    slot = source * MAX_TOKENS + token
+                    assert (slot in used) == bool((chosen[token] // 2 == rank).any())
+                    if slot in used:
+                        assert (from_bf16(outs[rank][slot]) == theirs[token]).all()
+                        assert (out_scales[rank][slot] == their_scales[token]).all()
+            exchange.combine(np.zeros((exchange.max_rows, HIDDEN), np.uint16), out=np.zeros_like(to_bf16(x)))
+
+        ranks.each(work)
+        assert (outs[0][unused] == 5).all() and (out_scales[0][unused] == 5).all()
+        assert (outs[1][unused] == 77).all()
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_exact_sums_are_those_of_one_machine_wherever_experts_are(world):
     def work(rank, exchange):

@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::memory::{DeviceMemory, PinnedMemory};
 use crate::module::{Function, Module};
 use std::ffi::CStr;
+use std::fmt;
 use std::mem::{self, offset_of};
 use std::num::NonZeroU32;
 use std::ptr;
@@ -118,18 +119,71 @@ pub struct Exchange {
     sms: NonZeroU32,
     dispatch: Function,
     combine: Function,
-    control: DeviceMemory,
-    _plan: DeviceMemory,
-    _masks: DeviceMemory,
-    _scratch: Option<DeviceMemory>,
     dispatch_threads: u32,
     dispatch_shared_bytes: u32,
     /// Whether launches may begin before those before them have ended.
     begins_early: bool,
-    report: PinnedMemory,
-    /// After what waits for the GPU when it is freed.
-    _module: Module,
+    held: Held,
 }
+
+/// What an exchange has of the GPU's driver. Whoever drops it waits until the GPU has nothing to do.
+#[derive(Debug, Default)]
+struct Held {
+    memory: Vec<DeviceMemory>,
+    report: Option<PinnedMemory>,
+    /// After what waits for the GPU when it is freed.
+    module: Option<Module>,
+}
+
+impl Held {
+    /// Takes so much of the GPU's memory, zeroed in the order of `stream`; returns where it is.
+    fn take(&mut self, stream: &Stream, bytes: u64) -> Result<u64, Error> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let memory = DeviceMemory::taken(stream.device(), bytes)?;
+        let (address, zeroed) = (memory.address(), memory.zero(stream));
+        self.memory.push(memory);
+        zeroed.map(|()| address)
+    }
+}
+
+/// What an exchange that came to nothing had of the GPU's driver. Whoever drops it waits until the GPU has nothing to do.
+#[derive(Debug)]
+pub struct Left {
+    held: Held,
+    /// Last: while memory is given back the driver may keep those waiting, too, who destroy a stream.
+    stream: Stream,
+}
+
+impl Drop for Left {
+    fn drop(&mut self) {
+        // It may be being zeroed still.
+        let zeroed = Event::new(self.stream.device()).and_then(|zeroed| {
+            zeroed.record(&self.stream)?;
+            zeroed.wait(SET_UP_LIMIT)
+        });
+        if zeroed.is_err() {
+            mem::forget(mem::take(&mut self.held));
+        }
+    }
+}
+
+/// Why there is no exchange.
+#[derive(Debug)]
+pub struct NotMade {
+    /// [`Error::Shape`], [`Error::NoRank`], [`Error::TimedOut`], [`Error::KernelsAbsent`], [`Error::NoKernelsFor`] (quantising needs
+    /// compute capability 8.9), or what the driver answers.
+    pub why: Error,
+    /// What was had by then, of no use but to be dropped.
+    pub left: Option<Left>,
+}
+
+impl fmt::Display for NotMade {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl std::error::Error for NotMade {}
 
 impl Exchange {
     /// Loads the kernels into the GPU of `stream`, and takes what memory a rank needs beside its inbox. `sms` is how many SMs
@@ -139,14 +193,30 @@ impl Exchange {
     ///
     /// # Errors
     ///
-    /// [`Error::Shape`], [`Error::NoRank`], [`Error::TimedOut`], [`Error::KernelsAbsent`], [`Error::NoKernelsFor`] (quantising needs compute capability 8.9), or what the
-    /// driver answers.
+    /// [`NotMade`].
     pub fn new(
         stream: &Stream,
         shape: &Shape,
         rank: u32,
         sms: u32,
         timeout: Duration,
+    ) -> Result<Self, NotMade> {
+        let mut held = Held::default();
+        let made = Self::make(stream, shape, rank, sms, timeout, &mut held);
+        made.map_err(|why| {
+            let is_any = held.module.is_some();
+            NotMade { why, left: is_any.then(|| Left { held, stream: stream.clone() }) }
+        })
+    }
+
+    /// What it has when it fails is in `held`.
+    fn make(
+        stream: &Stream,
+        shape: &Shape,
+        rank: u32,
+        sms: u32,
+        timeout: Duration,
+        held: &mut Held,
     ) -> Result<Self, Error> {
         let device = stream.device();
         let geometry = Geometry::new(shape).map_err(Error::Shape)?;
@@ -154,7 +224,7 @@ impl Exchange {
             return Err(Error::NoRank { rank, world: geometry.world });
         }
         let gpu = device.gpu();
-        let module = Module::load(device, IMAGE)?;
+        let module = held.module.insert(Module::load(device, IMAGE)?);
         let sms = NonZeroU32::new(sms).map_or(gpu.sms, |sms| sms.get().min(gpu.sms));
         // No more than there can be parts of results: a block without any waits, too.
         let sms = sms.min((geometry.world * shape.max_tokens).saturating_mul(args::PARTS));
@@ -173,13 +243,12 @@ impl Exchange {
         let dispatch = module.function(dispatch_name)?;
         let combine = module.function(combine_name)?;
         module.allow_shared(dispatch, dispatch_shared_bytes)?;
-        let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-        let control = DeviceMemory::zeroed(stream, size_of::<MoeControl>())?;
-        let plan = DeviceMemory::zeroed(stream, bytes(geometry.plan_bytes))?;
-        let masks = DeviceMemory::zeroed(stream, bytes(u64::from(shape.max_tokens) * 8))?;
-        let scratch = many.map(|many| DeviceMemory::zeroed(stream, bytes(many.scratch_bytes)));
-        let scratch = scratch.transpose()?;
+        let control = held.take(stream, size_of::<MoeControl>() as u64)?;
+        let plan = held.take(stream, geometry.plan_bytes)?;
+        let masks = held.take(stream, u64::from(shape.max_tokens) * 8)?;
+        let scratch = many.map(|many| held.take(stream, many.scratch_bytes)).transpose()?;
         let report = PinnedMemory::zeroed(device, size_of::<MoeReport>())?;
+        let report = held.report.insert(report).address();
         let mut firsts = [[0; 2]; MAX_RANKS / 2 + 1];
         for (place, first) in firsts.as_flattened_mut().iter_mut().zip(&shape.firsts) {
             *place = *first;
@@ -187,11 +256,11 @@ impl Exchange {
         let powers = matches!(shape.payload, Payload::Fp8 { scales: Scales::Power, .. });
         let args = MoeArgs {
             firsts,
-            control: control.address(),
-            report: report.address(),
-            plan: plan.address(),
-            masks: masks.address(),
-            scratch: scratch.as_ref().map_or(0, DeviceMemory::address),
+            control,
+            report,
+            plan,
+            masks,
+            scratch: scratch.unwrap_or(0),
             timeout_ns: u64::try_from(timeout.as_nanos())
                 .map_or(LONGEST_NS, |ns| ns.min(LONGEST_NS)),
             table_bytes: geometry.table_bytes,
@@ -222,20 +291,20 @@ impl Exchange {
             sms: NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN),
             dispatch,
             combine,
-            control,
-            _plan: plan,
-            _masks: masks,
-            _scratch: scratch,
             dispatch_shared_bytes,
             dispatch_threads,
             begins_early: gpu.capability >= (9, 0),
-            report,
-            _module: module,
+            held: mem::take(held),
         };
-        exchange.start_over(stream)?;
         // The first launch may be in another stream.
-        let ready = Event::new(device)?;
-        ready.record(stream)?;
+        let begun = exchange.start_over(stream).and_then(|()| Event::new(device));
+        let ready = match begun.and_then(|ready| ready.record(stream).map(|()| ready)) {
+            Ok(ready) => ready,
+            Err(error) => {
+                *held = exchange.held;
+                return Err(error);
+            }
+        };
         if let Err(error) = ready.wait(SET_UP_LIMIT) {
             // The GPU may be at it still, and whoever gives its memory back waits for all that it does.
             mem::forget(exchange);
@@ -456,7 +525,7 @@ impl Exchange {
     pub fn report(&self) -> MoeReport {
         let read = |offset: usize, order| {
             // SAFETY: inside of the pinned report, aligned, alive with `self`; the GPU writes it word by word.
-            unsafe { AtomicU32::from_ptr((self.report.address() as *mut u32).add(offset / 4)) }
+            unsafe { AtomicU32::from_ptr((self.args.report as *mut u32).add(offset / 4)) }
                 .load(order)
         };
         // What belongs to it was there before.
@@ -486,7 +555,7 @@ impl Exchange {
     pub fn abort(&self, stream: &Stream) -> Result<(), Error> {
         self.device.must_be(stream.device())?;
         let _current = self.device.enter()?;
-        let at = self.control.address() + offset_of!(MoeControl, abort) as u64;
+        let at = self.args.control + offset_of!(MoeControl, abort) as u64;
         let fenced = cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
         // SAFETY: a word of `control`, at a multiple of 8; the stream is alive.
         let written = unsafe { cu::cuStreamWriteValue64_v2(stream.handle(), at, 1, fenced) };
@@ -505,7 +574,7 @@ impl Exchange {
         self.set(stream, offset_of!(MoeControl, next_epoch), 1, 1)?;
         for word in 0..size_of::<MoeReport>() / 4 {
             // SAFETY: inside of the pinned report, aligned, alive with `self`.
-            unsafe { AtomicU32::from_ptr((self.report.address() as *mut u32).add(word)) }
+            unsafe { AtomicU32::from_ptr((self.args.report as *mut u32).add(word)) }
                 .store(0, Ordering::Relaxed);
         }
         Ok(())
@@ -514,7 +583,7 @@ impl Exchange {
     /// Sets bytes of the control structure, in the order of `stream`.
     fn set(&self, stream: &Stream, offset: usize, byte: u8, bytes: usize) -> Result<(), Error> {
         let _current = self.device.enter()?;
-        let at = self.control.address() + offset as u64;
+        let at = self.args.control + offset as u64;
         // SAFETY: inside of `control`, which outlives the stream's work by the callers' promises.
         check("cuMemsetD8Async", unsafe { cu::cuMemsetD8Async(at, byte, bytes, stream.handle()) })
     }

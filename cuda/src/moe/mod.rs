@@ -27,7 +27,7 @@ pub mod args;
 mod exchange;
 pub mod geometry;
 
-pub use exchange::{Count, Exchange, Half, Results, Rows, Tokens};
+pub use exchange::{Count, Exchange, Half, Left, NotMade, Results, Rows, Tokens};
 
 /// From which compute capability on kernels make e4m3 of values.
 pub(crate) const QUANTISES_FROM: (u32, u32) = (8, 9);

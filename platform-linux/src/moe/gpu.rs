@@ -19,7 +19,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use immwire_cuda::moe::Exchange;
+use immwire_cuda::moe::{Exchange, NotMade};
 use immwire_cuda::{Device, Error, Event, Stream};
 
 pub use immwire_cuda::moe::args::MoeReport;
@@ -73,6 +73,8 @@ pub struct Joining {
 struct Unused {
     /// Until it is dropped, or taken.
     exchange: Option<Exchange>,
+    /// The exchange's: while that is given back the driver may keep those waiting, too, who destroy a stream.
+    stream: Stream,
     give_back: Option<GiveBack>,
 }
 
@@ -85,7 +87,9 @@ impl fmt::Debug for Unused {
 impl Drop for Unused {
     fn drop(&mut self) {
         match (self.exchange.take(), &self.give_back) {
-            (Some(exchange), Some(give_back)) => give_back(Box::new(exchange)),
+            (Some(exchange), Some(give_back)) => {
+                give_back(Box::new((exchange, self.stream.clone())));
+            }
             (exchange, _) => drop(exchange),
         }
     }
@@ -151,15 +155,23 @@ impl AllToAll {
         let stream = Stream::new(default.device())?;
         let exchange =
             Exchange::new(&stream, &config.shape, config.rank, config.sms, config.timeout);
-        let exchange = exchange.map_err(|error| match error {
-            // Of so many SMs.
-            Error::Shape(error) => MoeError::Shape(error),
-            error => MoeError::Gpu(error),
+        let exchange = exchange.map_err(|NotMade { why, left }| {
+            match (left, engine.give_back()) {
+                // Whoever is refused does not wait for kernels of others.
+                (Some(left), Some(give_back)) => give_back(Box::new(left)),
+                (left, _) => drop(left),
+            }
+            match why {
+                // Of so many SMs.
+                Error::Shape(error) => MoeError::Shape(error),
+                error => MoeError::Gpu(error),
+            }
         })?;
         let geometry = exchange.geometry();
         let bytes = geometry.inbox_bytes + u64::from(geometry.world) * GREETING_BYTES;
-        // Whoever is refused memory or a counter does not wait for kernels of others.
-        let mut unused = Unused { exchange: Some(exchange), give_back: engine.give_back() };
+        // Nor does who is refused the inbox, or a counter.
+        let (exchange, give_back) = (Some(exchange), engine.give_back());
+        let mut unused = Unused { exchange, stream: stream.clone(), give_back };
         let inbox = engine.alloc_gpu(config.gpu, usize::try_from(bytes).unwrap_or(usize::MAX))?;
         let own = Own::new(engine, config.rank)?;
         // It is there until it is taken.
@@ -267,8 +279,9 @@ impl AllToAll {
     ///
     /// # Errors
     ///
-    /// [`MoeError`]. If a rank is gone, or does not come, the exchange is over: make a new one with those who are left. If
-    /// this rank's GPU cannot be waited for ([`MoeError::Gpu`]), nothing has changed.
+    /// [`MoeError`]. If a rank is gone, or does not come, or its GPU does not do what it has to ([`MoeError::LeftOut`]; at that rank
+    /// [`MoeError::Gpu`]), the exchange is over: make a new one with those who are left. If this rank's GPU cannot be waited for
+    /// ([`MoeError::Gpu`]), nothing has changed: `start_over` can be called again.
     pub fn start_over(&mut self, timeout: Duration) -> Result<(), MoeError> {
         self.is_alive()?;
         wait_for(self.stream.device())?;
@@ -277,12 +290,21 @@ impl AllToAll {
         // Once all have come here, nobody's kernels write any more; and none again before all inboxes are cleared.
         self.meet(until)?;
         self.control.set_fresh(true);
-        self.used.exchange.start_over(&self.stream)?;
-        clear(&self.used.exchange, &self.stream, &self.used.inbox)?;
-        self.meet(until)?;
+        let begun = self.begin_anew().and_then(|()| self.meet(until));
+        // Also if nothing came of it: then there are waits to be ended again.
         self.control.set_fresh(false);
+        begun?;
         self.is_over = false;
         Ok(())
+    }
+
+    /// Forgets all rounds, and waits until the inbox is cleared.
+    fn begin_anew(&mut self) -> Result<(), MoeError> {
+        let Used { exchange, inbox, .. } = &*self.used;
+        let begun = exchange.start_over(&self.stream).map_err(MoeError::Gpu);
+        let begun = begun.and_then(|()| clear(exchange, &self.stream, inbox));
+        // The others wait for this rank.
+        begun.inspect_err(|_| self.others.stop())
     }
 
     /// Waits until all ranks are here.

@@ -10,6 +10,8 @@
 //!   tell steps apart.
 //! - What counts is what each rank has sent by itself (its tally): what one that was left out still sends is added to nobody's.
 //! - Who is left out is written to no more, and told so; a step ends only when what was sent to it has ended, too.
+//! - A write takes one of the engine's transfers until it has ended, not until the next call here: between halves they are anybody's,
+//!   other exchanges' too.
 //! - Every wait has a deadline. Whose engine is known to be gone is not waited for.
 
 use std::mem;
@@ -27,10 +29,10 @@ use super::report::{Absent, Control, Phase, Why};
 use super::seat::{COUNTERS, Seat};
 use crate::counter::ImmCounter;
 use crate::engine::TransferEngine;
-use crate::error::{CountError, End, PeerError, SubmitError, TransferError};
+use crate::error::{CountError, PeerError, SubmitError, TransferError};
 use crate::region::Region;
 use crate::request::SingleWrite;
-use crate::transfer::Transfer;
+use crate::transfer::{Kept, Transfer};
 
 /// How long is waited before it is looked whether those that are missing are gone.
 const GLANCE: Duration = Duration::from_millis(20);
@@ -78,43 +80,6 @@ struct Peer {
     outgoing: Outgoing,
 }
 
-/// A write of this step.
-#[derive(Debug)]
-enum Sent {
-    UnderWay(Transfer),
-    /// How it ended; its place in the engine is another's.
-    Ended(End),
-}
-
-impl Sent {
-    fn poll_end(&self) -> Option<End> {
-        match self {
-            Self::UnderWay(transfer) => transfer.poll_end(),
-            Self::Ended(end) => Some(*end),
-        }
-    }
-
-    fn wait(&self, timeout: Duration) {
-        if let Self::UnderWay(transfer) = self {
-            // Its end is asked for by who waits.
-            let _ = transfer.wait(timeout);
-        }
-    }
-
-    fn cancel(&self) {
-        if let Self::UnderWay(transfer) = self {
-            transfer.cancel();
-        }
-    }
-
-    /// Gives its place back, if it has ended.
-    fn settle(&mut self) {
-        if let Some(end) = self.poll_end() {
-            *self = Self::Ended(end);
-        }
-    }
-}
-
 /// All ranks but this one.
 #[derive(Debug)]
 pub(super) struct Others {
@@ -123,7 +88,9 @@ pub(super) struct Others {
     /// From the next one on: the first writes of all do not go to one rank.
     peers: Vec<Peer>,
     /// Writes of this step, each with the number of its peer.
-    sent: Vec<(usize, Sent)>,
+    sent: Vec<(usize, Arc<Kept>)>,
+    /// For those to come.
+    spare: Vec<Arc<Kept>>,
     step: u64,
     absent: RankMask,
     control: Arc<Control>,
@@ -192,9 +159,13 @@ impl Own {
                 error => MoeError::Gone { rank: peer.rank, error },
             })?;
         }
-        let sent = Vec::with_capacity(2 * peers.len());
+        // In no step are there more than two for each: then sending allocates nothing.
+        let most = 2 * peers.len();
+        let sent = Vec::with_capacity(most);
+        let spare = (0..most).map(|_| Arc::default()).collect();
         let control = Arc::new(Control::new(circle.world));
-        Ok(Others { engine, counters, peers, sent, step: 0, absent: RankMask::EMPTY, control })
+        let absent = RankMask::EMPTY;
+        Ok(Others { engine, counters, peers, sent, spare, step: 0, absent, control })
     }
 }
 
@@ -310,12 +281,12 @@ impl Others {
         loop {
             match submit(&self.engine, peer, tag) {
                 Ok(transfer) => {
-                    self.sent.push((number, Sent::UnderWay(transfer)));
+                    let kept = self.spare.pop().unwrap_or_default();
+                    kept.keep(transfer);
+                    self.sent.push((number, kept));
                     return Ok(());
                 }
                 Err(SubmitError::Full { .. }) => {
-                    // What has ended has its place until its handle goes.
-                    self.sent.iter_mut().for_each(|(_, sent)| sent.settle());
                     let left = at.limit.saturating_sub(begun.elapsed());
                     let is_over = left.is_zero() || self.control.is_aborted();
                     if !is_over {
@@ -380,7 +351,8 @@ impl Others {
                     Err(error) => return Err(MoeError::Count(error)),
                 }
             } else if let Some((_, sent)) = still {
-                sent.wait(GLANCE);
+                // Its end is asked for above.
+                let _ = sent.wait(GLANCE);
             }
         }
         if signs > 0 {
@@ -392,7 +364,7 @@ impl Others {
         for peer in &mut self.peers {
             peer.before[parity] += writes;
         }
-        self.sent.clear();
+        self.spare.extend(self.sent.drain(..).map(|(_, kept)| kept));
         self.step += 1;
         Ok(())
     }

@@ -265,6 +265,12 @@ fn engines(world: usize, transport: &Transport) -> Vec<TransferEngine> {
     (0..world).map(|_| engine()).collect()
 }
 
+/// The same, each of which has so many transfers.
+fn engines_of(world: usize, transfers: u16) -> Vec<TransferEngine> {
+    let engine = || TransferEngine::builder().transfers(transfers).build().unwrap();
+    (0..world).map(|_| engine()).collect()
+}
+
 fn of_rank(config: &Config, rank: u32) -> Config {
     Config { rank, ..config.clone() }
 }
@@ -420,13 +426,19 @@ impl<'a> Halves<'a> {
 }
 
 /// Two exchanges of one engine, as two micro-batches overlap: each sends before the other receives, whichever is first at either, and
-/// each rank as it likes.
+/// each rank as it likes; also where the engine has no more transfers than one of them sends writes.
 #[test]
 fn two_exchanges_send_before_either_receives() {
     const ROUNDS: usize = 40;
     let mut compared = 0;
-    for (seed, firsts) in [(1, &[0, 3, 6][..]), (2, &[0, 5, 5, 6, 9])] {
-        let engines = engines(firsts.len() - 1, &Transport::Shm);
+    for (seed, firsts, transfers) in
+        [(1, &[0, 3, 6][..], None), (2, &[0, 5, 5, 6, 9], None), (3, &[0, 5, 5, 6, 9], Some(6))]
+    {
+        let world = firsts.len() - 1;
+        let engines = transfers.map_or_else(
+            || engines(world, &Transport::Shm),
+            |transfers| engines_of(world, transfers),
+        );
         // Of different shapes: what one has is of no use to the other.
         let configs = [
             config(firsts),
@@ -480,7 +492,26 @@ fn two_exchanges_send_before_either_receives() {
             }
         }
     }
-    assert_eq!(compared, 2 * ROUNDS * (2 + 4));
+    assert_eq!(compared, 2 * ROUNDS * (2 + 4 + 4));
+}
+
+/// Between halves the engine's transfers are anybody's: what the first half has sent has ended, though nobody has come to look.
+#[test]
+fn what_has_ended_between_halves_takes_no_transfers() {
+    let engines = engines_of(2, 2);
+    let mut exchanges = join(&engines, &config(&[0, 1, 2]));
+    let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
+    for exchange in &mut exchanges {
+        exchange.dispatch_send(&none, LONG).unwrap();
+    }
+    for engine in &engines {
+        assert!(engine.wait_capacity(LONG / 6), "two writes have the engine's two transfers");
+    }
+    for exchange in &mut exchanges {
+        let rows = Rows { x: &mut [], scales: &mut [], slots: None };
+        exchange.dispatch_receive(&none, rows, LONG).unwrap();
+        assert_eq!(absent(exchange), []);
+    }
 }
 
 /// Chunks, choices, and whether sums are exact.
@@ -533,9 +564,7 @@ fn rounds_are_what_a_gather_by_routes_says() {
 fn a_few_transfers_are_enough() {
     let config = config(&[0, 2, 3, 5, 6]);
     for transfers in [1, 2, 4] {
-        let engine = || TransferEngine::builder().transfers(transfers).build().unwrap();
-        let engines: Vec<_> = (0..4).map(|_| engine()).collect();
-        check(&engines, &config, transfers.into());
+        check(&engines_of(4, transfers), &config, transfers.into());
     }
 }
 

@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use immwire::core::group::{TransferError as Stopped, WorkError};
+use immwire::moe::gpu::{AllToAll, Config, Joining, Number, Payload, Shape};
+use immwire::moe::{MoeError, Seat};
 use immwire::{End, MrDesc, PeerId, RegisterError, Rights, ScatterWrite, Target, TransferError};
 use immwire_cuda::{Device, NotOpened, Opened, PinnedMemory, Received, Stream};
 use rustix::io::Errno;
@@ -23,6 +25,12 @@ pub const COPYING: &[Test] = &[
     ("closed_between_two_launches", Spread::Once, closed_between_two_launches),
     ("files_that_cannot_be_had_now", Spread::Once, files_that_cannot_be_had_now),
     ("full_while_the_gpu_is_busy", Spread::Once, full_while_the_gpu_is_busy),
+    (
+        "no_memory_for_an_exchange_while_the_gpu_is_busy",
+        Spread::Once,
+        no_memory_for_an_exchange_while_the_gpu_is_busy,
+    ),
+    ("refused_as_an_exchange_starts_over", Spread::Once, refused_as_an_exchange_starts_over),
     ("memory_that_cannot_be_opened_now", Spread::Once, memory_that_cannot_be_opened_now),
     ("gpus_that_nobody_named", Spread::Once, gpus_that_nobody_named),
     ("handle_of_less_than_was_said", Spread::Once, handle_of_less_than_was_said),
@@ -220,6 +228,94 @@ fn full_while_the_gpu_is_busy(case: &Case) {
     });
     // That takes a while, and is the engine's end otherwise.
     all.into_iter().for_each(std::mem::forget);
+}
+
+/// Has the driver refuse the `nth` piece of a GPU's memory that is taken or set from now on; 0: none.
+fn refuse_memory(nth: u32) {
+    let call: extern "C" fn(u32) =
+        driver_s(c"immwire_fake_cuda_refuse_memory").expect("only the stand-in refuses");
+    call(nth);
+}
+
+/// An exchange of so many ranks, each of which has a GPU of its own, as far as there are enough.
+fn exchange(rank: u32, world: u32) -> Config {
+    let shape = Shape {
+        firsts: (0..=world).collect(),
+        top_k: 1,
+        max_tokens: 4,
+        payload: Payload::Raw { token_bytes: 32, scale_bytes: 0 },
+        values: 16,
+        results: Number::Bf16,
+        padding: 1,
+        exact: false,
+    };
+    let gpu = rank % Device::count().expect("GPUs");
+    Config { rank, gpu, shape, sms: 2, timeout: patience() }
+}
+
+/// While the GPU is busy, memory for an exchange is refused, the first piece of it or a later one. What there was by then is given back, for which the
+/// driver waits until the GPU is idle: whoever opens the exchange does not, nor does the engine.
+fn no_memory_for_an_exchange_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: u64 = 4096;
+    let (me, mut other, peer) = case.pair();
+    let (counter, tag) = other.counter(&me);
+    let src = me.engine.alloc_gpu(0, 4096).expect("memory of GPU 0");
+    let (_, desc) = other.memory(&me, BYTES, Own::Engine);
+    let submit = || write(&me, peer, &src, &desc, (0, 0, BYTES), Some(tag));
+    me.done(&submit());
+    other.count(&me, counter, 1);
+    // Three pieces, each of which is taken, and then set. What is pinned after that waits for the GPU by itself.
+    for nth in 1..=6 {
+        let busy = Busy::new();
+        let (said, heard) = channel();
+        let engine = me.engine.clone();
+        refuse_memory(nth);
+        let opening = std::thread::spawn(move || {
+            let _ = said.send(AllToAll::open(&engine, &exchange(0, 1)).map(drop));
+        });
+        let refused = heard.recv_timeout(patience()).expect("nobody waits for the GPU");
+        refuse_memory(0);
+        let why = refused.expect_err("it was refused");
+        assert!(matches!(why, MoeError::Gpu(_)), "{nth}: {why}");
+        me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
+        other.count(&me, counter, 1);
+        drop(busy);
+        opening.join().expect("no panic");
+        // Once all has been given back GPUs copy again.
+        me.done(&submit());
+        other.count(&me, counter, 1);
+    }
+}
+
+/// All ranks have come to start over, and at one of them the driver refuses to clear its memory: it says so to the other, which need not wait until it
+/// would be late.
+fn refused_as_an_exchange_starts_over(case: &Case) {
+    let hosts = [case.me(), case.me()];
+    let open = |(rank, host): (u32, &Host)| {
+        AllToAll::open(&host.engine, &exchange(rank, 2)).expect("an exchange")
+    };
+    let joining: Vec<Joining> = (0..).zip(&hosts).map(open).collect();
+    let seats: Vec<Seat> = joining.iter().map(Joining::seat).collect();
+    let start = Instant::now();
+    let mut ends: Vec<MoeError> = std::thread::scope(|scope| {
+        let seats = &seats;
+        let join = |joining: Joining| {
+            scope.spawn(move || joining.join(seats, patience()).expect("they are all there"))
+        };
+        let joined: Vec<_> = joining.into_iter().map(join).collect();
+        let joined: Vec<_> = joined.into_iter().map(|rank| rank.join().expect("joined")).collect();
+        refuse_memory(1);
+        let begin = |mut rank: AllToAll| {
+            scope.spawn(move || rank.start_over(10 * patience()).expect_err("one was refused"))
+        };
+        let ends: Vec<_> = joined.into_iter().map(begin).collect();
+        ends.into_iter().map(|end| end.join().expect("no panic")).collect()
+    });
+    refuse_memory(0);
+    assert!(start.elapsed() < 5 * patience(), "{:?}", start.elapsed());
+    // Whose memory was to be cleared first.
+    ends.sort_by_key(|end| matches!(end, MoeError::LeftOut { .. }));
+    assert!(matches!(ends[..], [MoeError::Gpu(_), MoeError::LeftOut { .. }]), "{ends:?}");
 }
 
 /// An engine that was given no GPUs writes to memory of a peer's that is a GPU's: that is no refusal of the peer's. Other memory of the same

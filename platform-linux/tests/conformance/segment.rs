@@ -223,6 +223,8 @@ pub const ON_THE_STAND_IN: &[&str] = &[
     "stuck_where_it_is_read",
     "nobody_gets_what_is_still_read",
     "slots_come_back_after_errors",
+    "no_memory_for_an_exchange_while_the_gpu_is_busy",
+    "refused_as_an_exchange_starts_over",
 ];
 
 /// Whether the driver that engines will load is the stand-in.

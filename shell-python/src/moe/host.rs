@@ -4,14 +4,14 @@
 //! # Invariants
 //!
 //! - The exchange never sees memory of Python objects, which other threads may write to: it works on copies, and
-//!   what the caller lent is written to when the call has succeeded, and only then.
+//!   what the caller lent is written to when the call has succeeded, and only then, and only where something has come.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use immwire::moe::gpu::Half;
-use immwire::moe::{Config, Control, Format, Results, Rows, Tokens};
+use immwire::moe::{Config, Control, Format, NO_SLOT, Results, Rows, Tokens};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -318,14 +318,6 @@ impl HostAllToAll {
             stage.rows.resize(lent(Some(&out), row), 0);
             stage.row_scales.resize(lent(out_scales.as_ref(), row_scales), 0);
             let named = slots.is_some().then_some(stage.slots.as_mut_slice());
-            if named.is_some() {
-                // Slots of tokens that do not come stay as they are.
-                let lens = (stage.rows.len(), stage.row_scales.len());
-                out.copy_to(&mut stage.rows, lens.0);
-                if let Some(out_scales) = &out_scales {
-                    out_scales.copy_to(&mut stage.row_scales, lens.1);
-                }
-            }
             let rows = Rows { x: &mut stage.rows, scales: &mut stage.row_scales, slots: named };
             let received = match half {
                 Half::Receive => exchange.dispatch_receive(&tokens, rows, timeout)?,
@@ -333,13 +325,20 @@ impl HostAllToAll {
             };
             let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
             stage.received = bytes(offsets.last().copied().unwrap_or(0));
+            let named = || stage.slots.iter().take(stage.received);
             let arrived = |from: &[u8], row: usize, to: &Memory| {
-                let places = if slots.is_some() { max_places } else { stage.received };
-                to.copy_from(from.get(..places * row).unwrap_or(from));
+                if slots.is_none() {
+                    to.copy_from(from.get(..stage.received * row).unwrap_or(from));
+                }
+                // Slots of tokens that did not come are whoever's; of `from` they are as some earlier round has left them. None are
+                // named without `slots`.
+                for slot in named().filter(|slot| **slot != NO_SLOT) {
+                    let at = bytes(*slot) * row;
+                    to.copy_from_at(at, from.get(at..at + row).unwrap_or_default());
+                }
             };
             if let Some(slots) = &slots {
-                let named = stage.slots.iter().take(stage.received);
-                slots.copy_from(&named.flat_map(|slot| slot.to_ne_bytes()).collect::<Vec<_>>());
+                slots.copy_from(&named().flat_map(|slot| slot.to_ne_bytes()).collect::<Vec<_>>());
             }
             arrived(&stage.rows, row, &out);
             if let Some(out_scales) = &out_scales {

@@ -90,6 +90,13 @@ extern "C" fn immwire_fake_cuda_refuse(nth: u32) {
     crate::world::begin("immwire_fake_cuda_refuse").refused_in = nth;
 }
 
+/// No driver's: of this process's calls that take a GPU's memory (`cuMemAlloc`) or set some (`cuMemsetD8Async`), the `nth` from now on is
+/// answered `CUDA_ERROR_OUT_OF_MEMORY`, and does nothing. 0: none.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_refuse_memory(nth: u32) {
+    crate::world::begin("immwire_fake_cuda_refuse_memory").refused_memory_in = nth;
+}
+
 /// No driver's: from now on this process's kernels and copies do not begin, or, 0, do again, those that were enqueued meanwhile first.
 #[unsafe(no_mangle)]
 extern "C" fn immwire_fake_cuda_hold(held: u32) {

@@ -35,8 +35,8 @@
 //! - New memory is not zero. Adding to a word in host memory is not atomic for the CPU.
 //! - Everything that belongs to a context goes when its last retention does.
 //! - GDRCopy's library is in it, too, for whoever is told so (`api/gdr.rs`).
-//! - A command is refused, if a test asks for that (`immwire_fake_cuda_refuse`); or none is begun (`immwire_fake_cuda_hold`), as
-//!   by a GPU that is stuck.
+//! - A command is refused, if a test asks for that (`immwire_fake_cuda_refuse`), or memory (`immwire_fake_cuda_refuse_memory`); or
+//!   none is begun (`immwire_fake_cuda_hold`), as by a GPU that is stuck.
 //! - NICs, which are models too, reach a GPU's memory by DMA-BUFs alone, whose allocations were told to complete copies
 //!   (`nic.rs`); where writes are unordered, nobody sees what they wrote before the GPU is flushed.
 //!

@@ -83,6 +83,8 @@ pub(crate) struct World {
     ended: Vec<(Arc<Stream>, JoinHandle<()>)>,
     /// How many commands it is to the one that is refused; 0: none is.
     pub(crate) refused_in: u32,
+    /// The same of pieces of GPUs' memory that are taken or set.
+    pub(crate) refused_memory_in: u32,
 }
 
 static WORLD: Mutex<World> = Mutex::new(World {
@@ -102,6 +104,7 @@ static WORLD: Mutex<World> = Mutex::new(World {
     streams_made: 0,
     ended: Vec::new(),
     refused_in: 0,
+    refused_memory_in: 0,
 });
 
 /// Whether `cuInit` has succeeded.
@@ -219,6 +222,13 @@ pub(crate) const GLOBAL: u32 = 0;
 pub(crate) const THREAD_LOCAL: u32 = 1;
 pub(crate) const RELAXED: u32 = 2;
 
+/// One less; the last is refused.
+fn count_down(left: &mut u32) -> Answer {
+    let is_it = *left == 1;
+    *left = left.saturating_sub(1);
+    if is_it { Err(code::OUT_OF_MEMORY) } else { Ok(()) }
+}
+
 impl World {
     /// Ends the process if a capture would fail by a call of this thread's (`cuThreadExchangeStreamCaptureMode`).
     fn must_not_capture(&self, call: &str) {
@@ -325,9 +335,12 @@ impl World {
 
     /// Takes one more command, unless it is the one to be refused.
     pub(crate) fn take_command(&mut self) -> Answer {
-        let is_it = self.refused_in == 1;
-        self.refused_in = self.refused_in.saturating_sub(1);
-        if is_it { Err(code::OUT_OF_MEMORY) } else { Ok(()) }
+        count_down(&mut self.refused_in)
+    }
+
+    /// The same of memory to be taken or set.
+    pub(crate) fn take_memory(&mut self) -> Answer {
+        count_down(&mut self.refused_memory_in)
     }
 
     fn default_stream(&mut self, current: Current) -> Arc<Stream> {

@@ -88,6 +88,7 @@ calls! {
         if bytes == 0 {
             return Err(code::INVALID_VALUE);
         }
+        world.take_memory()?;
         let backing = Arc::new(Backing::new(current.gpu, bytes as u64)?);
         let reserved = Reserved::new(bytes as u64, GRANULE)?;
         let start = reserved.start;

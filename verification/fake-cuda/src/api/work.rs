@@ -215,6 +215,7 @@ calls! {
     fn cuMemsetD8Async(at: u64, byte: u8, bytes: usize, stream: u64) {
         let mut world = begin("cuMemsetD8Async");
         let stream = world.stream("cuMemsetD8Async", stream);
+        world.take_memory()?;
         let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
         reach.claim(&world.memory, at, bytes, true, "target");
         stream.push(Work::Fill { reach, at, byte, bytes });
