@@ -38,6 +38,15 @@ use crate::id::Time;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Turn(pub u32);
 
+impl Turn {
+    /// Whether it is a later one than `other`. They are counted round and round.
+    #[must_use]
+    pub const fn is_after(self, other: Self) -> bool {
+        let ahead = self.0.wrapping_sub(other.0);
+        ahead != 0 && ahead < 1 << 31
+    }
+}
+
 /// How far one peer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Standing {
@@ -223,6 +232,18 @@ mod tests {
                 });
             }
             all
+        }
+    }
+
+    #[test]
+    fn turns_follow_each_other_round_and_round() {
+        for turn in [0, 1, 2, (1 << 31) - 1, 1 << 31, u32::MAX - 1, u32::MAX] {
+            let after = |ahead: u32| Turn(turn.wrapping_add(ahead));
+            assert!(!after(0).is_after(Turn(turn)));
+            for ahead in [1, 2, 77, (1 << 31) - 1] {
+                assert!(after(ahead).is_after(Turn(turn)), "{turn} and {ahead} more");
+                assert!(!Turn(turn).is_after(after(ahead)), "{turn} and {ahead} more");
+            }
         }
     }
 

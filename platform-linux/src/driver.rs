@@ -97,7 +97,7 @@ struct Hook {
     message: Option<Placed>,
     ticket: Option<Ticket>,
     id: Option<TransferId>,
-    /// Keeps the source registered.
+    /// Keeps the source registered; a message's is its peer's ([`State::sources`]).
     hold: Option<Region>,
 }
 
@@ -137,6 +137,8 @@ pub(crate) struct State {
     hooks: Box<[Hook]>,
     /// By peer slot.
     pub(crate) links: Box<[Option<Link>]>,
+    /// What messages and answers to peers that are gone were written from: what is in flight may still be read.
+    pub(crate) sources: Vec<(PeerId, Region)>,
     /// Peers whose mailbox has messages that nobody took, or to whom something could not be sent.
     pub(crate) unfinished: Vec<u16>,
     /// Transfers of the engine's own under way: credits.
@@ -247,6 +249,7 @@ impl<P: Provider> Engine<P> {
             tally: setup.tally,
             hooks: (0..cells).map(|_| Hook::default()).collect(),
             links: (0..setup.peers).map(|_| None).collect(),
+            sources: Vec::new(),
             unfinished: Vec::with_capacity(usize::from(setup.peers)),
             own: 0,
             own_room: setup.own_room,
@@ -852,6 +855,9 @@ impl<P: Provider> Drive for Engine<P> {
         }
         if !self.state.partings.is_empty() {
             self.part();
+        }
+        if !self.state.sources.is_empty() {
+            self.state.let_go_of_sources();
         }
         for nic in 0..self.provider.nics().len() {
             busy |= self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use immwire_core::group::{self as core_group, Options, Receipts};
-use immwire_core::id::{PeerId, Time};
+use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::{
     Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, Reserved, SendError,
@@ -21,7 +21,7 @@ use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
 use immwire_core::wire::NetAddr;
 
-use crate::driver::State;
+use crate::driver::{Group, State};
 use crate::error::{End, TransferError};
 use crate::provider::{Path, Receipt, RegisterError};
 use crate::region::{Region, Registry};
@@ -71,7 +71,8 @@ pub(crate) struct Link {
     /// The peer writes here.
     mailbox: Region,
     inbox: Inbox,
-    /// Our messages and answers lie here until they are written. As large as the peer's mailbox.
+    /// Our messages and answers lie here until they are written, and stay until all are, whether or not the peer is gone
+    /// ([`State::sources`]). As large as the peer's mailbox.
     staging: Option<Region>,
     outbox: Option<Outbox>,
     waiting: VecDeque<Outgoing>,
@@ -529,6 +530,17 @@ impl State {
             let end = again.end(TransferError::Message(SendError::Closed));
             self.shared.finish(again.cell, again.ticket, end);
         }
+        if let Some(staging) = link.staging
+            && is_in_flight(&self.group, peer)
+        {
+            self.sources.push((peer, staging));
+        }
+    }
+
+    /// Lets go of what was written from to peers that are gone, once the transport has reported all of it. O(peers that are gone).
+    pub(crate) fn let_go_of_sources(&mut self) {
+        let group = &self.group;
+        self.sources.retain(|(peer, _)| is_in_flight(group, *peer));
     }
 
     /// The engine stops: messages that wait are not sent any more.
@@ -545,6 +557,11 @@ impl State {
             }
         }
     }
+}
+
+/// Whether a piece to the peer has not been reported: of transfers, messages among them, or an answer.
+fn is_in_flight(group: &Group, peer: PeerId) -> bool {
+    (0..MAX_NICS).any(|nic| NicIndex::try_from(nic).is_ok_and(|nic| group.in_flight(peer, nic) > 0))
 }
 
 #[cfg(test)]

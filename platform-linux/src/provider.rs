@@ -756,6 +756,18 @@ pub enum ConnectError {
         /// What.
         why: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The address is of an engine on libfabric, as this one is, but by another of its providers, or of another family of
+    /// addresses.
+    #[error(
+        "this engine is on libfabric's provider {provider} ({domain}), and the address is of another one, or of another \
+         family: name the same provider on both ends, and domains whose addresses are of one family (IPv4 or IPv6)"
+    )]
+    OtherNetwork {
+        /// Ours.
+        provider: String,
+        /// Ours, of the first NIC.
+        domain: String,
+    },
     /// The address is well formed, but not one that this provider made.
     #[error("the address is damaged: {what}")]
     Malformed {

@@ -1,5 +1,7 @@
 //! Promises to callers at the edges of an engine's life, which the conformance suite cannot time.
 
+mod sources;
+
 use std::future::Future;
 use std::os::unix::ffi::OsStrExt;
 use std::pin::pin;

@@ -405,6 +405,11 @@ pub fn advice(error: &MotorError) -> Option<String> {
                 None => format!("leave --provider and --shm-on-host out, or give --provider {found}"),
             })
         }
+        MotorError::AddPeer(AddPeerError::Connect(ConnectError::OtherNetwork {
+            provider, ..
+        })) => Some(format!(
+            "give both ends --fabric {provider}, or what the other one has, and --interface networks of one family"
+        )),
         MotorError::Peer(
             PeerError::Timeout { .. } | PeerError::Down { reason: DownReason::NeverAnswered, .. },
         ) => Some(

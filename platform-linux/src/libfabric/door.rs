@@ -1,7 +1,9 @@
 //! The endpoint that takes messages from anybody: where an engine is reached, and what keeps sessions up.
 //!
-//! It carries no writes, and is never replaced, so its address is the engine's. Knows buffers and who they
-//! go to; what the bytes mean is `immwire_core::datagram`'s.
+//! It carries no writes, and is never replaced, so its address is the engine's. It has a domain to itself, in which no key is
+//! valid that peers have: who writes to it all the same is refused by its device. (Not yet in libfabric 2.1.0, whose domains of
+//! one EFA device share a protection domain.) Knows buffers and who they go to; what the bytes mean is
+//! `immwire_core::datagram`'s.
 //!
 //! # Invariants
 //!
@@ -9,6 +11,7 @@
 //!   fields are dropped in that order.
 //! - To one peer, one stranger, or all strangers together, at most so many messages are under way that others have
 //!   room.
+//! - Whatever comes, [`Door::read`] returns after so much of it.
 //! - A farewell waits for its place, up to [`FAREWELL_PATIENCE`], as nobody says it again; so many wait at most as there may be peers.
 
 use std::collections::VecDeque;
@@ -382,8 +385,8 @@ impl Door {
         (self.strangers > 0 || !self.farewells.is_empty()) && !self.is_shut
     }
 
-    /// What has happened next, if anything; nothing, too, if receives keep failing. `ended` hears of each message to a peer that is not under way
-    /// any more, and whether it was delivered.
+    /// What has happened next, if anything; nothing, too, if receives keep failing, or somebody writes here. `ended` hears of each
+    /// message to a peer that is not under way any more, and whether it was delivered.
     pub(super) fn read(
         &mut self,
         into: &mut [u8; DATAGRAM_MAX],
@@ -407,7 +410,11 @@ impl Door {
             };
             let (context, outcome, bytes) = match done {
                 Done::Ours { context, outcome, bytes } => (context, outcome, bytes),
-                Done::Theirs { .. } => continue,
+                Done::Theirs { .. } => {
+                    // None is expected: whoever makes them does not keep us here.
+                    failed += 1;
+                    continue;
+                }
                 Done::Broken(failure) => {
                     self.is_shut = true;
                     return Some(Heard::Broken { code: failure.code });

@@ -117,7 +117,10 @@ impl LibfabricProvider {
             return Err(malformed("the NICs of an engine on libfabric share one address"));
         }
         if door.len() != self.door.address().len() {
-            return Err(malformed("it is for another provider of libfabric's"));
+            let facts = self.ports.first().map(|port| port.facts());
+            let names = facts.map(|it| (it.provider.clone(), it.domain.clone()));
+            let (provider, domain) = names.unwrap_or_default();
+            return Err(ConnectError::OtherNetwork { provider, domain });
         }
         if door == *self.door.address() {
             return Err(ConnectError::Ours);

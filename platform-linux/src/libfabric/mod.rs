@@ -455,6 +455,14 @@ impl Port {
     fn facts(&self) -> &Facts {
         &self.device.facts
     }
+
+    /// Whether what ends on this lane is not read any more.
+    fn has_lost(&self, which: Which) -> bool {
+        match which {
+            Which::Present => self.lane.is_broken,
+            Which::Old => self.old.as_ref().is_some_and(|old| old.is_broken),
+        }
+    }
 }
 
 /// The provider. See the [module](self).
@@ -557,11 +565,8 @@ impl LibfabricProvider {
             memory.adopt(nic, lane.endpoint.domain())?;
             ports.push(Port { lane, old: None, device: Arc::clone(device), domain });
         }
-        let shared = ports.first().and_then(|port| port.domain.clone());
-        let door = match shared {
-            Some(domain) => Door::open(&domain, peers, facts.connects)?,
-            None => Door::open(&Domain::open(first)?, peers, facts.connects)?,
-        };
+        // In a domain of its own everywhere: no key that peers have is valid there, so that nobody's writes fill its queue.
+        let door = Door::open(&Domain::open(first)?, peers, facts.connects)?;
         let limits = |port: &Port| NicLimits {
             // A device carries several at a time, whatever their length; and its acknowledgement does not say
             // that others can see the bytes, so that writes are better not cut into more pieces than carry
@@ -890,7 +895,6 @@ impl LibfabricProvider {
     #[inline]
     fn try_post(&mut self, nic: NicIndex, work: &WorkRequest, more: bool) -> Posted {
         let at = usize::from(nic);
-        let (turn, under_way) = (self.recycle.turn(), self.recycle.is_under_way());
         let wide = self.wide;
         let session = self.sessions.get_mut(usize::from(work.peer.index));
         let session = session.and_then(Option::as_deref_mut);
@@ -905,16 +909,19 @@ impl LibfabricProvider {
         let Some(port) = self.ports.get_mut(at) else {
             return Posted::Refused(WorkError::LocalAccess);
         };
-        let behind = session.moved != turn;
-        if behind && !under_way {
-            // It does not know these endpoints yet.
+        let Some(which) = self.recycle.which(session.moved) else {
+            // It knows none of these endpoints yet: those that it was told of are closed.
             return Posted::NoRoom;
-        }
-        let old = behind;
+        };
+        let old = which == Which::Old;
         let (lane, routes, openings) = match &mut port.old {
             Some(lane) if old => (lane, &mut session.old_routes, &mut session.old_openings),
             _ => (&mut port.lane, &mut session.routes, &mut session.openings),
         };
+        if lane.is_broken {
+            // Nothing that ends there is read.
+            return Posted::NoRoom;
+        }
         if let Some(openings) = openings
             && !openings.is_open(nic, work.remote_nic)
         {
@@ -1010,7 +1017,7 @@ impl LibfabricProvider {
         }
         let Some(port) = self.ports.get(usize::from(nic)) else { return false };
         let lane = match &port.old {
-            Some(old) if session.moved != self.recycle.turn() => old,
+            Some(old) if self.recycle.which(session.moved) == Some(Which::Old) => old,
             _ => &port.lane,
         };
         lane.free.len() > 1 && allowance.carries(next.imm).is_ok()
@@ -1067,6 +1074,10 @@ impl LibfabricProvider {
             (Which::Old, Some(old)) => (old, &mut session.old_routes, &mut session.old_in_flight),
             (Which::Old, None) => return Posted::Refused(WorkError::PeerGone),
         };
+        if lane.is_broken {
+            // Nothing that ends there is read; who waits for it asks anew of the next endpoints.
+            return Posted::Refused(WorkError::PeerGone);
+        }
         let mailbox = &session.mailbox;
         let (Some(route), Some(key)) = (routes.get_mut(nic, remote), mailbox.keys.get(remote))
         else {

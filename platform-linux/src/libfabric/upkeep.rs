@@ -15,7 +15,7 @@ use immwire_core::group::WorkError;
 use immwire_core::id::{NicIndex, Time};
 use immwire_core::opening::{Openings, Pairs, Turns};
 use immwire_core::peer::DownReason;
-use immwire_core::recycle::Verdict;
+use immwire_core::recycle::{Verdict, Which};
 
 use super::door::{Heard, To};
 use super::fabric::Failure;
@@ -174,6 +174,11 @@ impl LibfabricProvider {
                 self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
             }
             Say::Move { turn, ports } => {
+                let last = session.shift.as_ref().map_or(session.ports_turn, |next| next.0);
+                if last.is_after(turn) {
+                    // Messages keep no order: it has said since where it is now.
+                    return Some(());
+                }
                 if ports.len() != session.ports.len() || is_anothers {
                     session.leave(now.after(GRACE), Some(DownReason::Protocol));
                     return None;
@@ -265,7 +270,7 @@ impl LibfabricProvider {
 
     /// Whether an endpoint that is written to has failed, or lost its queue: until it is replaced, nobody is to learn of it.
     pub(super) fn has_lost_lane(&self) -> bool {
-        self.ports.iter().any(|port| port.lane.is_broken)
+        self.ports.iter().any(|port| port.has_lost(Which::Present))
     }
 
     /// Tells peers which regions they are not to write to any more.
@@ -536,7 +541,8 @@ impl LibfabricProvider {
     /// Says what is to be said, as far as there is room.
     fn speak(&mut self, index: u16) {
         let port_names = self.port_names();
-        let (now, turn, recycle) = (self.now, self.recycle.turn(), self.recycle);
+        let (now, turn, recycle, ports) =
+            (self.now, self.recycle.turn(), self.recycle, &self.ports);
         let Some(session) =
             self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
         else {
@@ -545,7 +551,8 @@ impl LibfabricProvider {
         if session.says.is_empty() && !session.wants_openings() {
             return;
         }
-        let knows_where = recycle.which(session.moved).is_some();
+        let is_read = |which| !ports.iter().any(|port| port.has_lost(which));
+        let knows_where = recycle.which(session.moved).is_some_and(is_read);
         let to = To::Peer { index, token: session.token };
         let (door, their_token) = (session.door.clone(), session.their_token);
         let (says, under_way) = (&mut session.says, &mut session.under_way);
@@ -567,7 +574,7 @@ impl LibfabricProvider {
             let message = Message::Session { token: their_token, say };
             room.send(now, &to, &door, under_way, &message)
         };
-        // Who hears that we are ready may write: not to endpoints that are closed. Messages keep no order, so it is to have
+        // Who hears that we are ready may write: not to endpoints that are closed, or read no more. Messages keep no order, so it is to have
         // answered first where the present ones are.
         if says.ready && knows_where {
             if !say(Say::Ready { gone: session.gone_parts }) {

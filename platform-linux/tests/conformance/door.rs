@@ -15,7 +15,7 @@ use immwire::core::nic::NicState;
 use immwire::core::plan::Piece;
 use immwire::core::recycle::Turn;
 use immwire::core::tenant::Tenant;
-use immwire::core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
+use immwire::core::wire::{Hello, NetAddr, NicAddr, PROTOCOL_VERSION, ProviderKind, Refusal};
 use immwire::libfabric::{LibfabricConfig, LibfabricProvider};
 use immwire::provider::{
     ConnectError, NicInfo, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
@@ -40,6 +40,10 @@ pub const TESTS: &[Test] = &[
     ("a_thousand_callers", Spread::Once, a_thousand_callers),
     ("another_version", Spread::Once, another_version),
 ];
+
+/// Where it is an endpoint of libfabric's, whose addresses do not say of which provider they are.
+pub const AT_AN_ENDPOINT: &[Test] =
+    &[("an_address_of_another_network", Spread::Once, an_address_of_another_network)];
 
 // ---- an engine whose door is watched ----
 
@@ -694,4 +698,23 @@ fn a_thousand_callers(case: &Case) {
     assert_eq!(late.ask(host, ask), Say::Text("Done".into()));
     host.count(&tag, 1, patience()).expect("its");
     friend.is_served(case, host);
+}
+
+/// The address of an engine that is on libfabric by another provider, or by addresses of another family: nothing is wrong with it, and who
+/// adds it is told what to do.
+fn an_address_of_another_network(case: &Case) {
+    let me = Host::new(&case.setup(1));
+    let Some(Door::Endpoint(provider)) = case.facts().door else { panic!("a door of libfabric's") };
+    let own = me.engine.address().nics()[0].address.len();
+    // IPv4's, IPv6's, EFA's.
+    let lens = [16, 28, 32].into_iter().filter(|len| *len != own);
+    for (engine, len) in (1..).zip(lens) {
+        let address = Address::from_slice(&vec![7; len]).expect("short");
+        let nic = NicAddr { speed_gbps: 1, address };
+        let address = NetAddr::new(ProviderKind::Libfabric, EngineId(engine), &[nic]);
+        let said = me.engine.add_peer(&address.expect("one NIC")).expect_err("another's");
+        let said = said.to_string();
+        assert!(said.contains(provider) && !said.contains("damaged"), "{len}: {said}");
+    }
+    assert!(me.engine.peers().is_empty());
 }

@@ -697,6 +697,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     if facts.door.is_some() {
         modules.push(door::TESTS);
     }
+    if matches!(facts.door, Some(Door::Endpoint(_))) {
+        modules.push(door::AT_AN_ENDPOINT);
+    }
     if facts.has_gpus {
         modules.push(gpus::TESTS);
         match (facts.gpus_copy, facts.stages) {

@@ -64,7 +64,7 @@ macro_rules! tests {
 /// Tests in which somebody breaks a rule on purpose who is no engine of ours, and which.
 const ON_PURPOSE: [(&str, &str); 1] = [("a_lost_queue_is_replaced", "cq overrun")];
 
-const TESTS: [Test; 32] = tests! {
+const TESTS: [Test; 36] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
@@ -80,11 +80,15 @@ const TESTS: [Test; 32] = tests! {
     endpoints_of_others_are_nobodys_to_claim [],
     a_lost_queue_is_replaced [],
     a_broken_endpoint_is_replaced [("FAKE_EFA_BREAKS", "broken")],
+    who_comes_while_a_broken_endpoint_is_replaced_is_kept [("FAKE_EFA_BREAKS", "broken")],
+    nobody_writes_to_a_door [],
     a_broken_door_ends_all_and_no_poll_stays [("FAKE_EFA_BREAKS", "broken")],
     everybody_hears_a_farewell [],
     who_moves_to_where_it_is_loses_nothing [],
     who_withdrew_more_than_there_can_be_is_no_peer [],
     who_is_ready_has_said_where_it_is [("FAKE_EFA_DELAY_US", "2000")],
+    who_was_told_of_older_endpoints_is_not_lost [("FAKE_EFA_DELAY_US", "2000")],
+    an_older_move_does_not_count [],
     what_has_come_is_not_lost_among_failures [],
     what_nobody_hears_is_not_kept_again_and_again [],
     queues_are_credited [],

@@ -245,6 +245,18 @@ impl Rogue {
         self.tell(&to, &Message::Session { token: accepted.token, say });
     }
 
+    /// Writes immediates without bytes from our door to the engine's, as [`Rogue::immediates`] does; what else comes to ours meanwhile is lost.
+    pub fn knock(
+        &self,
+        host: &side::Side,
+        accepted: &Accepted,
+        imms: impl Iterator<Item = u32>,
+    ) -> u32 {
+        let door = host.engine.address().nics()[0].address.clone();
+        let to = self.door.insert(door.as_slice().try_into().unwrap());
+        self.immediates(&self.door, to, accepted, imms)
+    }
+
     /// Writes immediates without bytes to the engine's first port, from one of ours that knows it as `to`; waits until the device has them, or
     /// says that it has not. Returns how many it has.
     pub fn immediates(

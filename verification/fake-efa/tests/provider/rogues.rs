@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use immwire::core::datagram::{Address, Claim, Counts, Message, Nonces, Say as Said};
+use immwire::core::id::EngineId;
 use immwire::core::opening::{Pairs, Turns};
 use immwire::core::recycle::Turn;
 use immwire::core::region::{Keys, MrDesc};
 use immwire::core::tenant::Parts;
 use immwire::core::wire::{NetAddr, Refusal};
-use immwire::{DownReason, End, ImmCounter, LivenessConfig, PeerState, Transfer};
+use immwire::{DownReason, End, ImmCounter, LivenessConfig, PeerId, PeerState, Transfer};
 
 use crate::rogue::{Rogue, address, insert};
 use crate::side::{Other, PATIENCE, Pair, Side, builder, logged};
@@ -199,6 +200,90 @@ pub fn who_withdrew_more_than_there_can_be_is_no_peer() {
     until(&mut host, "down", || (engine.peer_state(peer) == protocol).then_some(()));
 }
 
+/// An engine's call to a rogue, which is proven, and not answered yet.
+struct Called {
+    peer: PeerId,
+    id: EngineId,
+    nonce: [u8; 32],
+    /// The engine's door.
+    back: Address,
+    theirs: Claim,
+}
+
+impl Called {
+    fn new(rogue: &mut Rogue, host: &mut Side) -> Self {
+        let id = Rogue::engine();
+        let peer = host.driver.add_peer(&rogue.as_engine(id)).unwrap();
+        let (nonce, back) = rogue.hear(
+            "a call",
+            || _ = host.driver.poll(),
+            |message| match message {
+                Message::Call { nonce, door, .. } => Some((*nonce, door.clone())),
+                _ => None,
+            },
+        );
+        rogue.tell(&back, &Message::Challenge(Nonces { initiator: nonce, acceptor: [7; 32] }));
+        let theirs = rogue.hear(
+            "a proof",
+            || _ = host.driver.poll(),
+            |message| match message {
+                Message::Prove { claim, .. } => Claim::decode(claim).ok(),
+                _ => None,
+            },
+        );
+        Self { peer, id, nonce, back, theirs }
+    }
+
+    fn accept(&self, rogue: &mut Rogue) {
+        let ours = rogue.claim(self.id, &[address(&rogue.port)], 0);
+        let mut bytes = [0; immwire::core::datagram::DATAGRAM_MAX];
+        let len = ours.encode(&mut bytes).unwrap();
+        let (nonce, claim) = (self.nonce, &bytes[..len]);
+        rogue.tell(&self.back, &Message::Accept { nonce, proof: [0; 32], claim });
+    }
+
+    /// Where the engine says that it is now.
+    fn moves(rogue: &mut Rogue, host: &mut Side) -> (Turn, Vec<Address>) {
+        rogue.hear(
+            "where the next endpoints are",
+            || _ = host.driver.poll(),
+            |message| match message {
+                Message::Session { say: Said::Move { turn, ports }, .. } => {
+                    Some((*turn, ports.to_vec()))
+                }
+                _ => None,
+            },
+        )
+    }
+
+    fn has_moved(&self, rogue: &mut Rogue, turn: Turn) {
+        let say = Said::Moved { turn, sent: count(1, 0) };
+        rogue.tell(&self.back, &Message::Session { token: self.theirs.token, say });
+    }
+
+    /// It may write from now on.
+    fn hears_ready(rogue: &mut Rogue, host: &mut Side) {
+        rogue.hear(
+            "ready",
+            || _ = host.driver.poll(),
+            |message| match message {
+                Message::Session { say: Said::Ready { .. }, .. } => Some(()),
+                _ => None,
+            },
+        );
+    }
+}
+
+/// A peer stops, with writes to it in flight.
+fn stop(host: &mut Side, other: &Other, peer: PeerId) -> Vec<Transfer> {
+    let src = host.region(64 << 10);
+    other.stop();
+    let submit = |_| submit(&host.engine, peer, &src, &other.desc, (0, 64 << 10));
+    let stuck = (0..8).map(submit).collect();
+    host.driver.poll();
+    stuck
+}
+
 /// Endpoints are replaced, and closed, while the answer to a call is on its way that named them. Who has answered may write only when it
 /// knows the new ones.
 pub fn who_is_ready_has_said_where_it_is() {
@@ -208,42 +293,17 @@ pub fn who_is_ready_has_said_where_it_is() {
     let peer = host.driver.add_peer(&stopped.address).unwrap();
     let up = || (engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
     until(&mut host, "up", up);
-    let src = host.region(64 << 10);
-    stopped.stop();
-    let stuck: Vec<Transfer> =
-        (0..8).map(|_| submit(&engine, peer, &src, &stopped.desc, (0, 64 << 10))).collect();
-    host.driver.poll();
-    // A call is proven, and not answered yet.
+    let stuck = stop(&mut host, &stopped, peer);
     let mut rogue = Rogue::new();
-    let id = Rogue::engine();
-    let called = host.driver.add_peer(&rogue.as_engine(id)).unwrap();
-    let (nonce, back) = rogue.hear(
-        "a call",
-        || _ = host.driver.poll(),
-        |message| match message {
-            Message::Call { nonce, door, .. } => Some((*nonce, door.clone())),
-            _ => None,
-        },
-    );
-    rogue.tell(&back, &Message::Challenge(Nonces { initiator: nonce, acceptor: [7; 32] }));
-    let theirs = rogue.hear(
-        "a proof",
-        || _ = host.driver.poll(),
-        |message| match message {
-            Message::Prove { claim, .. } => Claim::decode(claim).ok(),
-            _ => None,
-        },
-    );
+    let called = Called::new(&mut rogue, &mut host);
+    let theirs = &called.theirs;
     let closed = logged(&log(), "endpoint", "ops").len();
     engine.remove_peer(peer);
     let ended = || stuck.iter().all(|it| it.poll_end().is_some()).then_some(());
     until(&mut host, "ended", ended);
     assert!(logged(&log(), "endpoint", "ops").len() > closed, "nothing was replaced");
-    let ours = rogue.claim(id, &[address(&rogue.port)], 0);
-    let mut bytes = [0; immwire::core::datagram::DATAGRAM_MAX];
-    let len = ours.encode(&mut bytes).unwrap();
     rogue.heard.clear();
-    rogue.tell(&back, &Message::Accept { nonce, proof: [0; 32], claim: &bytes[..len] });
+    called.accept(&mut rogue);
     // The network keeps no order: what is said first is what may come first.
     let mut said = BTreeSet::new();
     let start = Instant::now();
@@ -263,17 +323,82 @@ pub fn who_is_ready_has_said_where_it_is() {
     }
     assert_eq!(said.into_iter().collect::<Vec<_>>(), ["moves"]);
     let turn = Turn(theirs.turn.0 + 1);
-    let say = Said::Moved { turn, sent: count(1, 0) };
-    rogue.tell(&back, &Message::Session { token: theirs.token, say });
-    rogue.hear(
-        "ready",
-        || _ = host.driver.poll(),
-        |message| match message {
-            Message::Session { say: Said::Ready { .. }, .. } => Some(()),
-            _ => None,
-        },
+    called.has_moved(&mut rogue, turn);
+    Called::hears_ready(&mut rogue, &mut host);
+    assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
+}
+
+/// Endpoints are replaced twice while the answer to a call is on its way: once before it comes, and once more before it is answered where the
+/// next ones are. Who has answered was never told of those that are replaced then, and is not written to from there.
+pub fn who_was_told_of_older_endpoints_is_not_lost() {
+    let mut host = Side::new(builder(1).liveness(silent()).drain(Duration::from_millis(1)));
+    let engine = host.engine.clone();
+    let others = [Other::start(), Other::start()];
+    let peers = others.each_ref().map(|other| {
+        let peer = host.driver.add_peer(&other.address).unwrap();
+        let up = || (engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
+        until(&mut host, "up", up);
+        peer
+    });
+    let mut rogue = Rogue::new();
+    let stuck = stop(&mut host, &others[0], peers[0]);
+    let called = Called::new(&mut rogue, &mut host);
+    engine.remove_peer(peers[0]);
+    let ended = || stuck.iter().all(|it| it.poll_end().is_some()).then_some(());
+    until(&mut host, "ended", ended);
+    called.accept(&mut rogue);
+    let (next, _) = Called::moves(&mut rogue, &mut host);
+    let _stuck = stop(&mut host, &others[1], peers[1]);
+    engine.remove_peer(peers[1]);
+    let (turn, ports) = Called::moves(&mut rogue, &mut host);
+    assert_eq!([next.0, turn.0], [1, 2].map(|more| called.theirs.turn.0 + more));
+    let tag = engine.counter().unwrap().tag();
+    let transfer = engine.submit_imm(called.peer, tag, 1).unwrap();
+    poll_for(&mut host, Duration::from_millis(100));
+    assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
+    assert_eq!(
+        transfer.poll_end(),
+        None,
+        "it was written to from an endpoint that it does not know"
     );
-    assert_eq!(engine.peer_state(called), Some(PeerState::Up));
+    rogue.port.insert(ports[0].as_slice().try_into().unwrap());
+    called.has_moved(&mut rogue, turn);
+    assert_eq!(until(&mut host, "written", || transfer.poll_end()), End::Done);
+    assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
+}
+
+/// What a peer says of where it is overtakes what it said earlier: it stays where it moved last.
+pub fn an_older_move_does_not_count() {
+    let mut host = Side::new(builder(1).peers(2).liveness(silent()));
+    let mut rogue = Rogue::new();
+    let claim = claimed(&rogue, &[address(&rogue.port)], u32::MAX - 1);
+    let accepted = rogue.call(&mut host, &claim).unwrap();
+    let engine = host.engine.clone();
+    let peer = *engine.peers().first().expect("a peer");
+    let (last, older) = (rogue.another_port(), rogue.another_port());
+    insert(&last, &accepted);
+    let mut moved = Vec::new();
+    // Counted round.
+    for (turn, port) in [(0, &last), (u32::MAX, &older)] {
+        let ports = std::iter::once(address(port)).collect();
+        rogue.say(&host, &accepted, Said::Move { turn: Turn(turn), ports });
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(100) {
+            host.driver.poll();
+            rogue.step();
+            while let Some(heard) = rogue.heard.pop_front() {
+                if let Ok(Message::Session { say: Said::Moved { turn, .. }, .. }) =
+                    Message::decode(&heard)
+                {
+                    moved.push(turn);
+                }
+            }
+        }
+    }
+    assert_eq!(moved, [Turn(0)]);
+    let transfer = engine.submit_imm(peer, engine.counter().unwrap().tag(), 1).unwrap();
+    assert_eq!(until(&mut host, "written", || transfer.poll_end()), End::Done);
+    assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
 }
 
 // ---- queues ----
@@ -327,6 +452,59 @@ pub fn a_broken_endpoint_is_replaced() {
     let Pair { here, there, .. } = pair;
     let mut pair = Pair::of(here, there);
     pair.write_both_ways(4, &[1, 4096, 100_000]);
+}
+
+/// An endpoint fails, and is replaced, while the answer to a call is on its way that named it, and stays open for a while, as something may
+/// still come there of a peer that leaves. Who has answered writes, and is written to, when it knows the next one.
+pub fn who_comes_while_a_broken_endpoint_is_replaced_is_kept() {
+    let mut host = Side::new(builder(1).peers(4).liveness(silent()));
+    let engine = host.engine.clone();
+    let tag = engine.counter().unwrap().tag();
+    let (mut written, mut leaves, mut rogue) = (Rogue::new(), Rogue::new(), Rogue::new());
+    let claim = claimed(&written, &[address(&written.port)], 0);
+    written.call(&mut host, &claim).unwrap();
+    let first = *engine.peers().first().expect("a peer");
+    let claim = claimed(&leaves, &[address(&leaves.port)], 0);
+    let accepted = leaves.call(&mut host, &claim).unwrap();
+    let called = Called::new(&mut rogue, &mut host);
+    poll_for(&mut host, Duration::from_millis(50));
+    break_endpoint(0);
+    leaves.say(&host, &accepted, Said::Bye { quiet: true, sent: count(1, 1) });
+    std::thread::sleep(Duration::from_millis(10));
+    poll_for(&mut host, Duration::from_millis(10));
+    let opened = logged(&log(), "enabled", "cuda").len();
+    let lost = engine.submit_imm(first, tag, 1).unwrap();
+    let is_replaced = || (logged(&log(), "enabled", "cuda").len() > opened).then_some(());
+    until(&mut host, "replaced", is_replaced);
+    called.accept(&mut rogue);
+    let up = || (engine.peer_state(called.peer) == Some(PeerState::Up)).then_some(());
+    until(&mut host, "up", up);
+    let transfer = engine.submit_imm(called.peer, tag, 1).unwrap();
+    let (turn, ports) = Called::moves(&mut rogue, &mut host);
+    assert_eq!(turn.0, called.theirs.turn.0 + 1);
+    assert_eq!(transfer.poll_end(), None, "it is nowhere yet");
+    rogue.port.insert(ports[0].as_slice().try_into().unwrap());
+    called.has_moved(&mut rogue, turn);
+    Called::hears_ready(&mut rogue, &mut host);
+    assert_eq!(until(&mut host, "written", || transfer.poll_end()), End::Done);
+    assert_ne!(until(&mut host, "ended", || lost.poll_end()), End::Done);
+    assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
+}
+
+/// A peer writes to the door, with the key of the mailbox that it was given, and more than that has room for: it is refused, and nobody else is lost.
+pub fn nobody_writes_to_a_door() {
+    const WRITES: usize = 1300;
+    let mut pair = Pair::new((1, 1), |builder| builder.peers(2));
+    let counter = pair.there.engine.counter().unwrap();
+    let mut rogue = Rogue::new();
+    let claim = claimed(&rogue, &[address(&rogue.port)], 0);
+    let accepted = rogue.call(&mut pair.there, &claim).unwrap();
+    let arrived = rogue.knock(&pair.there, &accepted, imms(&counter, WRITES));
+    pair.write_both_ways(4, &[1, 4096]);
+    assert_eq!((arrived, counter.available()), (0, 0));
+    for (side, peer) in [(&pair.here, pair.peer), (&pair.there, pair.back)] {
+        assert_eq!(side.engine.peer_state(peer), Some(PeerState::Up));
+    }
 }
 
 /// Whatever the door has posted fails, and would again. Its peers are lost, and that is all that there is to do.
