@@ -251,6 +251,11 @@ fn a_killed_peer_is_an_error_that_says_so() {
         peers = children(child.id());
         peers.len() == 1
     });
+    // And both have connected.
+    until("it is written to", || {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", peers[0]));
+        maps.is_ok_and(|maps| maps.contains("immwire-session"))
+    });
     std::thread::sleep(std::time::Duration::from_millis(500));
     assert!(child.try_wait().unwrap().is_none());
     let pid = rustix::process::Pid::from_raw(i32::try_from(peers[0]).unwrap()).unwrap();

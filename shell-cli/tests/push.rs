@@ -131,23 +131,45 @@ fn links_arrive_under_their_own_names_and_dots_under_those_of_their_folders() {
 
 const BIG: usize = 192 << 20;
 
-/// A big file, pushed to `receiver` until some of it has arrived.
-fn broken_off(from: &Path, to: &Path, receiver: Listening) -> (Listening, std::process::Child) {
+/// A big file, pushed to a receiver until some of it has arrived, and then cut. Again where all has come before that could be done: then what
+/// was there before is there again.
+fn broken_off<R>(
+    from: &Path,
+    to: &Path,
+    receiver: impl Fn() -> Listening,
+    cut: impl Fn(Listening, std::process::Child) -> R,
+) -> R {
     fs::write(from, noise(9, BIG)).unwrap();
-    let sender = begun(&[from], &to.join("big.immwire-partial"), &receiver);
-    (receiver, sender)
+    let (whole, partial) = (to.join("big"), to.join("big.immwire-partial"));
+    let before = fs::read(&whole).ok();
+    for _ in 0..5 {
+        let receiver = receiver();
+        if let Some(sender) = begun(&[from], &partial, &receiver) {
+            let left = cut(receiver, sender);
+            if partial.exists() {
+                return left;
+            }
+        }
+        match &before {
+            Some(bytes) => fs::write(&whole, bytes).unwrap(),
+            None => fs::remove_file(&whole).unwrap(),
+        }
+    }
+    panic!("it ends before it can be broken off");
 }
 
-/// A push to `receiver` of which some has arrived, in `partial`.
-fn begun(paths: &[&Path], partial: &Path, receiver: &Listening) -> std::process::Child {
+/// A push to `receiver` of which some has arrived, in `partial`; nothing if it was over before that was seen.
+fn begun(paths: &[&Path], partial: &Path, receiver: &Listening) -> Option<std::process::Child> {
     let paths = paths.iter().map(|path| path.to_str().unwrap());
     let words = ["push"].into_iter().chain(paths).chain([&*receiver.address]);
     let mut sender = immwire(words).spawn().unwrap();
+    let mut over = None;
     until("some of it arrives", || {
-        assert!(sender.try_wait().unwrap().is_none(), "it ended before it could be broken off");
-        fs::metadata(partial).is_ok_and(|metadata| metadata.len() > 8 << 20)
+        over = sender.try_wait().unwrap();
+        over.is_some() || fs::metadata(partial).is_ok_and(|metadata| metadata.len() > 8 << 20)
     });
-    sender
+    assert!(over.is_none_or(|status| status.success()), "{over:?}");
+    over.is_none().then_some(sender)
 }
 
 fn goes_on(from: &Path, to: &Path, address: &str) {
@@ -164,9 +186,12 @@ fn goes_on(from: &Path, to: &Path, address: &str) {
 fn a_push_goes_on_after_its_sender_was_killed() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let (mut receiver, mut sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
-    sender.kill().unwrap();
-    sender.wait().unwrap();
+    let start = || Listening::receiver(to.path());
+    let mut receiver = broken_off(&file, to.path(), start, |receiver, mut sender| {
+        sender.kill().unwrap();
+        sender.wait().unwrap();
+        receiver
+    });
     assert!(!to.path().join("big").exists());
     // The receiver is still there, and takes the next one.
     goes_on(&file, to.path(), &receiver.address);
@@ -181,10 +206,12 @@ fn a_push_goes_on_after_its_sender_was_killed() {
 fn a_push_goes_on_after_its_receiver_was_killed() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let (receiver, sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
-    drop(receiver);
+    let start = || Listening::receiver(to.path());
+    let sent = broken_off(&file, to.path(), start, |receiver, sender| {
+        drop(receiver);
+        ended(sender)
+    });
     assert!(!to.path().join("big").exists());
-    let sent = ended(sender);
     assert_eq!(sent.status.code(), Some(1));
     assert!(text(&sent.stderr).contains("gone"), "{}", text(&sent.stderr));
     let receiver = Listening::once(to.path());
@@ -201,9 +228,11 @@ fn a_push_that_replaces_a_file_of_the_same_size_goes_on_after_a_kill() {
         let dir = to.path().to_str().unwrap();
         Listening::start(immwire(["recv", "--overwrite", "--dir", dir]))
     };
-    let (receiver, sender) = broken_off(&file, to.path(), overwriting());
-    drop(receiver);
-    assert_eq!(ended(sender).status.code(), Some(1));
+    let sent = broken_off(&file, to.path(), overwriting, |receiver, sender| {
+        drop(receiver);
+        ended(sender)
+    });
+    assert_eq!(sent.status.code(), Some(1));
     assert!(fs::read(to.path().join("big")).unwrap() == noise(8, BIG));
     let receiver = overwriting();
     goes_on(&file, to.path(), &receiver.address);
@@ -241,6 +270,7 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
 
     let receiver = Listening::receiver(to.path());
     let sender = begun(&[&tree, &old], &to.path().join("tree/big.immwire-partial"), &receiver);
+    let sender = sender.expect("it is not over yet");
     drop(receiver);
     assert_eq!(ended(sender).status.code(), Some(1));
     assert_eq!(mode("tree/secret") & 0o77, 0, "nobody else sees what arrives");
@@ -263,9 +293,12 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
 fn ctrl_c_ends_a_push_with_its_own_code_and_leaves_what_came() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let (receiver, mut sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
-    signal(&sender, Signal::INT);
-    assert_eq!(status(&mut sender).code(), Some(130));
+    let start = || Listening::receiver(to.path());
+    let (receiver, ended) = broken_off(&file, to.path(), start, |receiver, mut sender| {
+        signal(&sender, Signal::INT);
+        (receiver, status(&mut sender))
+    });
+    assert_eq!(ended.code(), Some(130));
     goes_on(&file, to.path(), &receiver.address);
 }
 

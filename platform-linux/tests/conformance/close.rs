@@ -1,6 +1,6 @@
 //! Taking memory back while peers write to it.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use immwire::CloseError;
 
@@ -15,9 +15,6 @@ pub const TESTS: &[Test] = &[
     ("drop_under_writes", Spread::Places, drop_under_writes),
 ];
 
-/// Within it a region is closed that a peer writes to.
-const SOON: Duration = Duration::from_secs(1);
-
 /// A peer writes without end; once the region is closed, it does not, and its writes fail.
 fn close_under_writes(case: &Case) {
     for &(foreign, own) in case.facts().ways {
@@ -29,7 +26,6 @@ fn close_under_writes(case: &Case) {
             // A region of its own for each round; in the space of the last one, if that is ours.
             let mine = me.memory(1 << 20, own);
             flood(&me, &mut other, &mine);
-            let start = Instant::now();
             let patience = Duration::from_secs(5);
             let closed = match own {
                 Own::Engine => me.close(mine.region, patience).map(|()| None),
@@ -37,7 +33,6 @@ fn close_under_writes(case: &Case) {
                 Own::Test => me.reclaim(mine, patience).map(Some),
             };
             let again = closed.unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
-            assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
             if let Some(again) = again {
                 still(&me, &again);
             }

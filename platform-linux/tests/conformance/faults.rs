@@ -493,7 +493,9 @@ fn not_run_for_a_while(case: &Case) {
     let mut held = case.bare_agent("held up");
     let silent_ms = u64::try_from(silent.as_millis()).ok();
     let address = held.build(&Setup { silent_ms, ..case.setup(1) });
-    let me = Host::new(&case.setup(1));
+    // They wait for longer, and are heard as often as it asks.
+    let waits = || Host::new(&Setup { silent_ms: Some(60_000), ..case.setup(1) });
+    let me = waits();
     let peer = me.peer(&address);
     let (counter, tag) = held.counter(&me);
     let (_, desc) = held.memory(&me, 4096, Own::Engine);
@@ -501,7 +503,7 @@ fn not_run_for_a_while(case: &Case) {
     me.done(&write(&me, peer, &src, &desc, (0, 0, 8), Some(tag)));
     let writers: Vec<_> = (0..WRITERS)
         .map(|_| {
-            let host = Host::new(&case.setup(1));
+            let host = waits();
             let (peer, src) = (host.peer(&address), host.memory(4096, Own::Engine));
             host.done(&write(&host, peer, &src, &desc, (0, 0, 8), Some(tag)));
             (host, peer, src)
@@ -530,19 +532,22 @@ fn not_run_for_a_while(case: &Case) {
 }
 
 fn silent_peer(case: &Case) {
-    let me = Host::new(&Setup { silent_ms: Some(800), ..case.setup(1) });
+    let silent = Duration::from_millis(2400);
+    let silent_ms = u64::try_from(silent.as_millis()).ok();
+    let me = Host::new(&Setup { silent_ms, ..case.setup(1) });
     let mut other = case.bare_agent("silent");
-    let address = other.build(&Setup { silent_ms: Some(800), ..case.setup(1) });
+    let address = other.build(&Setup { silent_ms, ..case.setup(1) });
     let peer = me.peer(&address);
     let src = me.memory(4096, Own::Engine);
     let (_, desc) = other.memory(&me, 4096, Own::Engine);
-    // As long as both live, idle or not, nobody is suspected of anything.
+    // As long as both live, idle or not, nobody is given up; nor suspected for longer than a processor is somebody else's.
     if !me.is_polled() {
-        me.linger(Duration::from_millis(1600));
-        assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+        me.linger(2 * silent);
+        let is_up = || (me.engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
+        me.until(SOON, is_up).expect("nobody was silent");
     }
     other.signal(Signal::STOP);
-    let state = me.peer_down(peer, case.soon());
+    let state = me.peer_down(peer, silent + case.soon());
     assert!(matches!(state, Some(PeerState::Down(DownReason::Silent { .. }))), "{state:?}");
     let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
     assert!(names(end, peer), "{end:?}");

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::num::{NonZeroU32, NonZeroU64};
 use std::ptr::{NonNull, with_exposed_provenance_mut};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,9 @@ use immwire_cuda::{
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
 use crate::operations::{only_peer, write};
-use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, pin, stick, unpin};
+use crate::segment::{
+    PART, Part, Segment, driver_s, go_on, held_up, kept, pin, stick, unpin, until_kept_waiting,
+};
 use crate::{Case, Provider, Random, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -449,10 +451,16 @@ fn freed_while_it_is_opened(case: &Case) {
     me.done(&write(&me, peer, &src, &near, (0, 0, 8192), None));
     let before = [kept(), Some(other.number(&me, Ask::Kept))];
     let (mut done, mut refused) = (0, 0);
-    for round in 0..24 {
+    let start = Instant::now();
+    for round in 0.. {
+        if round >= 24 && refused > 0 {
+            break;
+        }
+        let in_time = round < 24 || start.elapsed() < patience();
+        assert!(in_time, "nothing of {done} was taken back in time");
         let (there, desc, bytes) = segment(&me, &mut other, 40);
         let transfer = write(&me, peer, &src, &desc, (0, bytes - 8192, 8192), None);
-        me.linger(Duration::from_micros(round * 100));
+        me.linger(Duration::from_micros(round % 24 * 100));
         free(&me, &mut other, there, before);
         match me.end(&transfer) {
             End::Done => done += 1,
@@ -463,7 +471,6 @@ fn freed_while_it_is_opened(case: &Case) {
         }
     }
     println!("{done} were done, {refused} refused");
-    assert!(refused > 0, "nothing was taken back in time");
     assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
 }
 
@@ -1159,7 +1166,8 @@ fn late_zeroes(case: &Case) {
     stick(false);
     go_on();
     drop(alloc().expect("memory of GPU 0"));
-    me.until(patience(), || (kept() == before).then_some(())).expect("both are given back");
+    // Fewer, where something was slow to go when they were counted.
+    me.until(patience(), || (kept() <= before).then_some(())).expect("both are given back");
 }
 
 /// Two regions of host memory, pinned one after the other, that adjoin, at an end of a page and within one; and so do the places that they are
@@ -1329,7 +1337,8 @@ fn stuck(case: &Case) {
     let mut before = None;
     let before = later.until(patience(), || settles(&mut before)).expect("the other goes");
     drop(later.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0"));
-    later.until(patience(), || (kept() == before).then_some(())).expect("it is given back");
+    // Fewer, where something was slow to go when they were counted.
+    later.until(patience(), || (kept() <= before).then_some(())).expect("it is given back");
 }
 
 /// One copy goes to several regions: each of them is its owner's again when that has ended, and not before.
@@ -1588,6 +1597,7 @@ fn beside_an_engine_that_waits_for_the_gpu(case: &Case) {
     let busy = Busy::all();
     let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
     assert!(matches!(still, Say::Text(_)), "{still:?}");
+    until_kept_waiting(|nap| me.linger(nap));
     let pattern = case.pattern(0);
     for _ in 0..20 {
         beside.done(&beside.engine.submit_imm(its_peer, tag, 1).expect("submit"));
@@ -1626,7 +1636,7 @@ fn closed_while_the_gpu_is_busy(case: &Case) {
     std::thread::scope(|scope| {
         let busy = Busy::all();
         let closing = scope.spawn(|| region.close(patience()).is_ok());
-        std::thread::sleep(Duration::from_millis(50));
+        until_kept_waiting(std::thread::sleep);
         let later = copy();
         for _ in 0..20 {
             me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
@@ -1670,7 +1680,7 @@ fn opened_while_the_gpu_is_busy(case: &Case) {
     std::thread::scope(|scope| {
         let busy = Busy::all();
         let closing = scope.spawn(|| region.close(patience()).is_ok());
-        me.linger(Duration::from_millis(50));
+        until_kept_waiting(|nap| me.linger(nap));
         let submit =
             |(_, dst): &(usize, MrDesc)| write(&me, peer, &src, dst, (0, 0, BYTES), Some(tag));
         let transfers = there.each_ref().map(submit);
@@ -1730,6 +1740,7 @@ fn dropped_beside_one_that_waits(case: &Case) {
     assert_eq!(beside.end_within(&held, Duration::from_millis(50)), None);
     let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
     assert!(matches!(still, Say::Text(_)), "{still:?}");
+    until_kept_waiting(|nap| me.linger(nap));
     goes_within(
         patience(),
         || busy.go_on(),
@@ -1848,8 +1859,15 @@ fn pages_that_were_let_go_of(_: &Case) {
     drop(first);
     let mut first = second;
     first.let_go();
+    let begun = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let again = scope.spawn(new);
+        let again = scope.spawn(|| {
+            begun.store(true, Ordering::Release);
+            new()
+        });
+        while !begun.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         std::thread::sleep(Duration::from_millis(100));
         let shares = again.is_finished();
         drop(first);
@@ -1897,7 +1915,7 @@ fn joined_while_the_driver_waits(case: &Case) {
     let pinned = pin_page();
     let busy = Busy::all();
     let unpins = std::thread::spawn(move || pinned.unpin());
-    me.linger(Duration::from_millis(50));
+    until_kept_waiting(|nap| me.linger(nap));
     let peer = me.peer(&address);
     let back = only_peer(&me, &mut called);
     speak(&me, &mut called, peer, back);
@@ -1976,6 +1994,7 @@ fn first_write_to_host_memory_while_the_gpu_is_busy(case: &Case) {
     let busy = Busy::all();
     let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
     assert!(matches!(still, Say::Text(_)), "{still:?}");
+    until_kept_waiting(|nap| me.linger(nap));
     let later = write(&beside, its_peer, &from, &desc, (0, 0, BYTES), Some(wrote));
     for n in 0..20_u8 {
         beside.done(&beside.engine.submit_send(its_peer, &[n]).expect("submit"));
@@ -2116,7 +2135,9 @@ fn short_writes(case: &Case) {
     let src = me.engine.alloc_gpu(0, usize::try_from(ROOM).expect("small")).expect("memory");
     let pattern = case.pattern(0);
     pattern.fill(&src, 0, ROOM, 0);
-    let (before, start) = (stood_by(), Instant::now());
+    let before = stood_by();
+    // How many were made by warps, and since when it has been no more.
+    let (mut last, mut since) = (before, Instant::now());
     for round in 0_u64.. {
         // Until they have gone once more, what comes is too late for them.
         overlook(round % 16 == 13);
@@ -2147,7 +2168,11 @@ fn short_writes(case: &Case) {
         if round >= 100 && by_warps.is_none_or(|made| made >= ENOUGH) {
             break;
         }
-        assert!(start.elapsed() < patience(), "{by_warps:?} of {} by warps", 2 * round);
+        if stood_by() != last {
+            (last, since) = (stood_by(), Instant::now());
+        }
+        // Warps stand by for two milliseconds: where processors are shared, few are met.
+        assert!(since.elapsed() < patience(), "{by_warps:?} of {} by warps", 2 * round);
     }
 }
 

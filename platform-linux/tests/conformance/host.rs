@@ -164,9 +164,13 @@ impl Host {
         })
     }
 
-    /// Lets the engine move for a while, in which something must not happen.
+    /// Lets the engine move for a while, in which something must not happen: some hundred steps at least, if we make them, though we be kept from running
+    /// meanwhile; but for a while that is no more than a step or some.
     pub fn linger(&self, time: Duration) {
         self.until(time, || None::<()>);
+        if time >= Duration::from_millis(5) {
+            (0..512).for_each(|_| self.step());
+        }
     }
 
     /// Connects, and waits until the peer is up.

@@ -18,7 +18,7 @@ use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::gpus::refuse;
 use crate::host::{Host, Lent, Motor, Own, Setup, patience};
 use crate::operations::{only_peer, write};
-use crate::segment::{PART, driver_s, stick};
+use crate::segment::{PART, driver_s, stick, until_kept_waiting};
 use crate::{Case, Spread, Test};
 
 pub const COPYING: &[Test] = &[
@@ -108,7 +108,7 @@ fn closed_between_two_launches(case: &Case) {
         let region = region.lock().expect("no panic").take();
         if let Some(region) = region {
             let closer = std::thread::spawn(move || region.close(patience()).is_ok());
-            std::thread::sleep(Duration::from_millis(100));
+            until_kept_waiting(std::thread::sleep);
             closing.send(closer).expect("the test");
         }
         std::io::stderr()
@@ -210,7 +210,7 @@ fn full_while_the_gpu_is_busy(case: &Case) {
     std::thread::scope(|scope| {
         let busy = Busy::new();
         let registering = scope.spawn(|| register(Lent::new(4096).ptr, 4096).is_err());
-        std::thread::sleep(Duration::from_millis(50));
+        until_kept_waiting(|nap| me.linger(nap));
         for region in &new {
             // Asked for by the first write there.
             let (peer, src, src_offset, dst) = (plain(back), from, 0, encode(&region.desc()));

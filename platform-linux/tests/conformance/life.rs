@@ -145,11 +145,19 @@ fn both_stop(case: &Case) {
     let mut tidy = Tidy::new(case, &me, &mut agent);
     for round in 0..5 {
         let setup = case.setup(if round % 2 == 0 { 1 } else { 4 });
-        match agent.ask(&me, Ask::LoadAndDrop(setup)) {
-            Say::Text(end) => assert_ne!(end, "Done", "round {round}: not caught on its way"),
-            other => panic!("{other:?}"),
+        let start = Instant::now();
+        loop {
+            let end = match agent.ask(&me, Ask::LoadAndDrop(setup.clone())) {
+                Say::Text(end) => end,
+                other => panic!("{other:?}"),
+            };
+            tidy.check(case, &me, &mut agent);
+            if end != "Done" {
+                break;
+            }
+            // Whoever was to drop it did not run for as long as all of it takes.
+            assert!(start.elapsed() < patience(), "round {round}: not caught on its way");
         }
-        tidy.check(case, &me, &mut agent);
     }
     tidy.judge();
 }
@@ -220,7 +228,9 @@ fn returning_peer(case: &Case) {
                     panic!("names")
                 };
                 if let Some(peer) = names.pop() {
-                    other.ask(&me, Ask::Down { peer, ms: 2000 });
+                    let ms = u64::try_from(patience().as_millis()).expect("small");
+                    let down = other.ask(&me, Ask::Down { peer, ms });
+                    assert!(format!("{down:?}").contains("Down("), "{down:?}");
                 }
                 let back = other.peer(&me, me.engine.address());
                 let tag = me.engine.counter().expect("a counter");
@@ -376,7 +386,8 @@ fn idle_costs_nothing(case: &Case) {
     let used = |agent: &mut Agent| (agent.number(&me, Ask::Naps), agent.number(&me, Ask::Cpu));
     let start = Instant::now();
     let before = agents.iter_mut().map(|(agent, _)| used(agent)).collect::<Vec<_>>();
-    std::thread::sleep(Duration::from_secs(2));
+    let window = Duration::from_secs(2);
+    std::thread::sleep(window);
     for ((agent, _), before) in agents.iter_mut().zip(before) {
         let (naps, cpu) = used(agent);
         let (naps, cpu) = (naps - before.0, cpu - before.1);
@@ -386,7 +397,8 @@ fn idle_costs_nothing(case: &Case) {
         // RDMA devices are a guest's software here, and their counts are not known.
         let most = if case.provider.contains("verbs") { 100 } else { 60 };
         let parts = if is_emulated() { 2 } else { 10 };
-        assert!(naps < most && cpu * parts < wall, "{facts}");
+        let in_window = u128::from(naps) * window.as_micros() / u128::from(wall);
+        assert!(in_window < most && cpu * parts < wall, "{facts}");
     }
 }
 
@@ -543,12 +555,16 @@ fn counted_when_gone(case: &Case, nics: u8, many: bool, leave: fn(&mut Agent)) {
 /// Engines that sleep are woken by whatever there is to do. A lost wake-up is made good after a second, and
 /// so would be seen by no other test.
 fn nobody_oversleeps(case: &Case) {
-    let late = Duration::from_millis(600);
+    // All but that second: they fall asleep a moment before each round.
+    let late = Duration::from_millis(900);
+    // Nor is it made good by a heartbeat: there is one each thirty seconds.
+    let silent_ms = Some(240_000);
     // Where the peer has to copy, it is to be woken for that, too.
     let ways = case.facts().ways.iter().filter(|(foreign, _)| *foreign != Foreign::Kernel);
     for &(foreign, own) in ways {
-        let me = Host::new(&Setup { foreign, ..case.setup(case.nics.0) });
-        let (mut other, address) = case.agent("sleepy");
+        let me = Host::new(&Setup { foreign, silent_ms, ..case.setup(case.nics.0) });
+        let mut other = case.bare_agent("sleepy");
+        let address = other.build(&Setup { silent_ms, ..case.setup(case.nics.1) });
         let peer = me.peer(&address);
         let src = me.memory(1 << 20, Own::Engine);
         let (counter, tag) = other.counter(&me);
@@ -624,10 +640,11 @@ fn messages_outlive_their_sender(case: &Case) {
     brief.tell(&me, Ask::Drop);
     let state = me.peer_down(brief_one, patience());
     assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
-    let mut all = Vec::new();
-    while let Ok(message) = me.recv(Duration::from_millis(500)) {
-        all.push(message);
-    }
+    let all: Vec<_> = (0..=MANY)
+        .map(|n| me.recv(patience()).unwrap_or_else(|why| panic!("{why} after {n} messages")))
+        .collect();
+    let more = me.recv(Duration::from_millis(100));
+    assert!(more.is_err(), "{more:?} after all that were sent");
     let word = all.iter().filter(|it| it.from == brief_one && it.bytes == b"the last word");
     assert_eq!(word.count(), 1);
     let others = all.iter().filter(|it| it.from != brief_one).map(|it| it.bytes.clone());
@@ -647,7 +664,8 @@ fn addresses_that_lead_nowhere(case: &Case) {
     let own = me.engine.address().clone();
     let error = me.try_peer(&own).expect_err("myself");
     assert!(error.contains("itself"), "{error}");
-    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    // By the transport's own word, and not by the engine's limit for calls, which is later.
+    assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
     assert!(me.engine.peers().is_empty());
     // Another engine is not taken for the one that had its address before.
     let address = other.build(&case.setup(1));

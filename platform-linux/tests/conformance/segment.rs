@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys as cu;
 use immwire_cuda::{Device, Event, Stream};
@@ -193,6 +194,18 @@ pub fn stick(held: bool) -> bool {
 pub fn held_up() -> u64 {
     let call: Option<extern "C" fn() -> u64> = driver_s(c"immwire_fake_cuda_held_up");
     call.map_or(0, |call| call())
+}
+
+/// Waits, by so many naps as it takes, until the driver keeps this process's callers waiting, since one of them waits for a GPU. A driver that
+/// is not the stand-in does not tell: it is given a while.
+pub fn until_kept_waiting(nap: impl Fn(Duration)) {
+    let call: Option<extern "C" fn() -> u64> = driver_s(c"immwire_fake_cuda_kept_waiting");
+    let Some(call) = call else { return nap(Duration::from_millis(50)) };
+    let start = Instant::now();
+    while call() == 0 {
+        assert!(start.elapsed() < patience(), "nobody is kept waiting");
+        nap(Duration::from_millis(1));
+    }
 }
 
 /// Waits for all that GPUs have been given.

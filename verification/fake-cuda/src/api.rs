@@ -109,6 +109,12 @@ extern "C" fn immwire_fake_cuda_held_up() -> u64 {
     crate::stream::held_up()
 }
 
+/// No driver's: how many calls of this process's wait for their GPUs, and few others get through meanwhile.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_kept_waiting() -> u64 {
+    crate::world::kept_waiting()
+}
+
 /// No driver's: how much this process has that it took by hand and has to give back by hand: references of `cuMemCreate` and its like,
 /// mappings of `cuMemMap`, and addresses of `cuMemAddressReserve`, each counted.
 #[unsafe(no_mangle)]

@@ -31,7 +31,8 @@
 //!
 //! - Each stream has a thread. Pieces of a launch or copy land in any order; with `IMMWIRE_FAKE_CUDA_SEED` there are
 //!   delays up to 200 us between operations, and some within each.
-//! - Whoever asks for pinned memory, or gives some or a GPU's back, waits for all streams of the context.
+//! - Whoever asks for pinned memory, or gives some or a GPU's back, waits for all streams of the context; of some of these calls a test can
+//!   ask whether they wait (`immwire_fake_cuda_kept_waiting`).
 //! - New memory is not zero. Adding to a word in host memory is not atomic for the CPU.
 //! - Everything that belongs to a context goes when its last retention does.
 //! - GDRCopy's library is in it, too, for whoever is told so (`api/gdr.rs`).

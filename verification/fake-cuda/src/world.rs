@@ -137,6 +137,11 @@ fn closing() -> MutexGuard<'static, Vec<u64>> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// How many there are. Begins no call: that would wait for them.
+pub(crate) fn kept_waiting() -> u64 {
+    closing().len() as u64
+}
+
 /// While this is there, others that use the context's GPU wait.
 pub(crate) struct Closing(u64);
 

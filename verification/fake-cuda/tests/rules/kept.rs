@@ -713,6 +713,29 @@ fn another_process_opens_memory() {
     });
 }
 
+/// It is told while the call waits, to whoever asks, who does not wait for it.
+#[test]
+fn calls_that_wait_for_the_gpu_are_counted() {
+    run("kept::calls_that_wait_for_the_gpu_are_counted", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let (memory, context) = (gpu.alloc(64), gpu.context as usize);
+        assert_eq!(kept_waiting(), 0);
+        let word = gpu.hold();
+        let freeing = std::thread::spawn(move || {
+            ok!(cuCtxPushCurrent_v2(context as cu::CUcontext));
+            ok!(cuMemFree_v2(memory));
+        });
+        while kept_waiting() == 0 {
+            assert!(!freeing.is_finished(), "it has not waited");
+            std::thread::yield_now();
+        }
+        assert_eq!(kept_waiting(), 1);
+        word.store(1, Ordering::Release);
+        freeing.join().unwrap();
+        assert_eq!(kept_waiting(), 0);
+    });
+}
+
 /// By a descriptor, in a process that does not see the GPU.
 #[test]
 fn another_process_maps_memory() {

@@ -420,6 +420,11 @@ fn no_driver_s<F: Copy>(name: &std::ffi::CStr) -> F {
     }
 }
 
+/// How many calls wait for their GPUs, and few others get through.
+pub fn kept_waiting() -> u64 {
+    no_driver_s::<extern "C" fn() -> u64>(c"immwire_fake_cuda_kept_waiting")()
+}
+
 /// How much there is that was taken by hand.
 pub fn kept() -> u64 {
     no_driver_s::<extern "C" fn() -> u64>(c"immwire_fake_cuda_kept")()

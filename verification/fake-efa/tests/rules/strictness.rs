@@ -2,7 +2,7 @@
 
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libfabric_sys as sys;
 
@@ -404,12 +404,17 @@ fn a_queue_that_is_not_credited_dies() {
         let batch = |contexts: &mut [Box<sys::fi_context2>]| {
             contexts.iter_mut().for_each(|context| assert_eq!(a.post(&write, at(context)), 0));
             contexts.iter().for_each(|_| assert!(matches!(a.next(), Event::Done { .. })));
-            std::thread::sleep(Duration::from_millis(50));
         };
         batch(&mut contexts[..4]);
+        std::thread::sleep(Duration::from_millis(50));
         (0..4).for_each(|_| assert!(matches!(b.next(), Event::Done { .. })));
         fake.broken(&[]);
         batch(&mut contexts[4..]);
+        // The target's events come when it has processed them.
+        let start = Instant::now();
+        while fake.violations().is_empty() && start.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         fake.broken(&["cq overrun"]);
         (0..3).for_each(|_| assert_eq!(b.next(), Event::Dead));
         // Its own writes find no queue either.
