@@ -693,9 +693,21 @@ pub enum RegisterError {
     },
 }
 
+/// Calls that pin memory: what is registered, and, in drivers such as ConnectX's, the queues themselves.
+const PINS: [&str; 8] = [
+    "ibv_reg_mr",
+    "ibv_create_cq",
+    "ibv_create_cq_ex",
+    "ibv_resize_cq",
+    "ibv_create_srq",
+    "ibv_create_qp",
+    "ibv_create_qp_ex",
+    "fi_mr_reg",
+];
+
 /// What to say behind an error of a call: which limit it may have met, if it pins memory and found none.
 pub(crate) fn pin_hint(call: &str, errno: Option<i32>) -> &'static str {
-    let pins = ["ibv_reg_mr", "fi_mr_reg"].contains(&call);
+    let pins = PINS.contains(&call);
     let why = errno.map(|errno| std::io::Error::from_raw_os_error(errno).kind());
     let lacks = why == Some(std::io::ErrorKind::OutOfMemory);
     if pins && lacks { " (ulimit -l may be too low)" } else { "" }

@@ -13,7 +13,8 @@
 //!
 //! Each device has a door. A call goes from one of ours to one of theirs, and by another pair each time that it is
 //! repeated, until it is answered (`immwire_core::doors`); answers go by the door that was asked, to the one that the
-//! question names. A challenge is good for the door that it was sent to.
+//! question names. A challenge is good for the door that it was sent to. A call whose word waits for an address has not been made: that uses up no
+//! patience (`immwire_core::patience`), and as soon as any of its addresses is found, it is said there.
 //!
 //! # Invariants
 //!
@@ -35,6 +36,7 @@ use immwire_core::doors::Ways;
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
+use immwire_core::patience::Patience;
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Queue, Stand, reaches};
 use immwire_core::pulse::Watch;
@@ -80,10 +82,8 @@ struct Call {
     /// By door of ours, once a challenge has come to it: the nonce in it.
     acceptors: [Option<Nonce>; MAX_NICS],
     retry: Retry,
-    /// When it is given up if nothing more is heard.
-    until: Time,
-    /// What is to be said next waits for the address.
-    waits: bool,
+    /// It is given up if nothing more is heard.
+    patience: Patience,
     /// Its answer has waited for addresses.
     put_off: bool,
 }
@@ -91,13 +91,20 @@ struct Call {
 impl Call {
     /// When something is next to be done.
     fn due(&self) -> Time {
-        self.retry.due().min(self.until)
+        self.retry.due().min(self.patience.due())
     }
 
     /// The one who is called is there.
     fn heard(&mut self, now: Time) {
         self.retry = Retry::start(now);
-        self.until = now.after(UNANSWERED);
+        self.patience = Patience::start(now, UNANSWERED);
+    }
+
+    /// What was to be said was sent, or waits for the address.
+    fn said(&mut self, now: Time, sent: Sent) {
+        let waits = sent == Sent::Waits;
+        self.ways.say(waits);
+        self.patience.wait(now, waits);
     }
 
     /// The peer may have opened its side.
@@ -144,6 +151,11 @@ impl Handshakes {
     /// When a call is to be repeated.
     pub(super) fn next_deadline(&self) -> Time {
         self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
+    }
+
+    /// We look again, for the first time since `before`.
+    pub(super) fn look(&mut self, before: Time, now: Time) {
+        self.calls.iter_mut().for_each(|call| call.patience.look(before, now));
     }
 
     /// Gives all calls up.
@@ -226,8 +238,7 @@ impl VerbsProvider {
             initiator,
             acceptors: [None; MAX_NICS],
             retry: Retry::start(self.now),
-            until: self.now.after(UNANSWERED),
-            waits: false,
+            patience: Patience::start(self.now, UNANSWERED),
             put_off: false,
         };
         self.handshakes.calls.push(call);
@@ -276,8 +287,14 @@ impl VerbsProvider {
     pub(super) fn resume<S: Sink>(&mut self, sink: &mut S) {
         let now = self.now;
         for at in 0..self.handshakes.calls.len() {
+            let reach = |ours: usize, theirs: &Place| {
+                let nic = self.doors.nic(ours);
+                nic.map_or(Reach::NoRoute, |nic| self.resolver.known(nic, &theirs.port))
+            };
             let Some(call) = self.handshakes.calls.get_mut(at) else { break };
-            if std::mem::take(&mut call.waits) {
+            let is_found = call.ways.resume(reach);
+            // Also where its address was not found: that is no reason to wait any more.
+            if is_found || (call.patience.is_waiting() && !call.ways.waits()) {
                 call.retry = Retry::start(now);
                 self.say_call(at);
             }
@@ -311,7 +328,7 @@ impl VerbsProvider {
         let mut at = 0;
         // Not an iterator: a call that is given up leaves the list.
         while let Some(call) = self.handshakes.calls.get_mut(at) {
-            if now >= call.until {
+            if now >= call.patience.due() {
                 let peer = call.peer;
                 self.fail_call(peer, DownReason::NeverAnswered, sink);
                 continue;
@@ -324,7 +341,7 @@ impl VerbsProvider {
         }
     }
 
-    /// A call was not answered: what is said next goes by another pair of doors, if there is one.
+    /// A call was not answered, or not made: what is said next goes by another pair of doors, if there is one.
     fn try_another(&mut self, at: usize) {
         let Some(mut ways) = self.handshakes.calls.get(at).map(|call| call.ways.clone()) else {
             return;
@@ -348,7 +365,7 @@ impl VerbsProvider {
             let message = Message::Call { nonce: call.initiator, target: call.target, door: own };
             let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
             if let Some(call) = self.handshakes.calls.get_mut(at) {
-                call.waits = sent == Sent::Waits;
+                call.said(self.now, sent);
             }
             return;
         };
@@ -362,7 +379,7 @@ impl VerbsProvider {
         let message = Message::Prove { nonces, door: own, proof: *proof.as_bytes(), claim };
         let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
         if let Some(call) = self.handshakes.calls.get_mut(at) {
-            call.waits = sent == Sent::Waits;
+            call.said(self.now, sent);
         }
     }
 

@@ -319,6 +319,14 @@ fn what_finds_no_memory_to_pin_names_the_limit() {
     let hint = "(ulimit -l may be too low)";
     for (call, errno, is_said) in [
         ("ibv_reg_mr", libc::ENOMEM, true),
+        // Queues lie in memory that drivers pin as well.
+        ("ibv_create_cq", libc::ENOMEM, true),
+        ("ibv_create_cq_ex", libc::ENOMEM, true),
+        ("ibv_resize_cq", libc::ENOMEM, true),
+        ("ibv_create_srq", libc::ENOMEM, true),
+        ("ibv_create_qp", libc::ENOMEM, true),
+        ("ibv_create_qp_ex", libc::ENOMEM, true),
+        ("ibv_create_qp", libc::EINVAL, false),
         ("ibv_reg_mr", libc::EFAULT, false),
         ("ibv_alloc_pd", libc::ENOMEM, false),
     ] {
