@@ -2,7 +2,11 @@
 
 import asyncio
 import multiprocessing.connection
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +19,22 @@ PATIENCE = 20.0
 
 # Partners in other processes find their functions by importing the test modules.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def stop(process: int) -> None:
+    """Stops a child of this process; returns once all of its threads stand still."""
+    os.kill(process, signal.SIGSTOP)
+    until = time.monotonic() + PATIENCE
+    while os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOWAIT | os.WNOHANG) is None:
+        assert time.monotonic() < until, "it goes on"
+        time.sleep(0.001)
+
+
+def join(*threads: threading.Thread) -> None:
+    """Waits until the threads have ended; a thread that does not end is a failure."""
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), f"{thread} goes on"
 
 
 class Pair:

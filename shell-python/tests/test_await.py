@@ -15,7 +15,7 @@ from types import MappingProxyType
 import immwire
 import pytest
 import uvloop
-from conftest import PATIENCE, Pair
+from conftest import PATIENCE, Pair, join, stop
 from test_gpu import counted
 
 
@@ -71,6 +71,8 @@ def test_a_count_that_does_not_come_is_late(pair, run):
     async def main():
         counter = pair.receiver.counter()
         await write(pair, counter)
+        # That it is done does not say that it is counted.
+        counted(counter, 1)
         start = time.monotonic()
         with pytest.raises(immwire.WaitTimeout) as caught:
             await counter.wait(3, timeout=0.05)
@@ -144,6 +146,7 @@ def test_late_peers_are_named(run):
             for _round in range(2):
                 target = next(peer for peer in one.peers)
                 await one.submit_imm(peer=target, imm=counter.tag, writes=3)
+                counted(counter, 3)
                 for wait in (counter.wait_from, counter.wait_from_blocking):
                     with pytest.raises(immwire.WaitTimeout) as caught:
                         awaitable = wait({first: 3, second: 2}, timeout=0.02)
@@ -268,6 +271,7 @@ def test_a_cancelled_wait_gives_back_what_had_come(pair, run):
     async def main():
         counter = pair.receiver.counter()
         await write(pair, counter)
+        counted(counter, 1)
         for give_up in (cancel, time_out):
             await give_up(counter)
             assert counter.available == 1
@@ -543,16 +547,16 @@ def test_a_loop_that_is_closed_leaves_no_wait_behind(pair, new_loop):
 
 
 def frozen(connection):
-    """An engine whose process is stopped by whoever asked for it."""
-    with immwire.TransferEngine() as engine:
-        connection.send((os.getpid(), bytes(engine.address)))
+    """An engine with memory, whose process is stopped by whoever asked for it."""
+    with immwire.TransferEngine() as engine, engine.alloc(4096) as memory:
+        connection.send((os.getpid(), bytes(engine.address), bytes(memory.desc)))
         connection.recv()
 
 
 def test_peers_and_capacity_are_awaited(run, partner):
     connection = partner(frozen)
-    process, address = connection.recv()
-    os.kill(process, signal.SIGSTOP)
+    process, address, _ = connection.recv()
+    stop(process)
 
     async def main():
         with immwire.TransferEngine(transfers=2) as engine, immwire.TransferEngine() as other:
@@ -614,8 +618,8 @@ def test_ended_transfers_that_are_kept_take_no_room(run):
 
 def test_who_waits_for_room_is_woken_by_an_end_that_nobody_looks_at(run, partner):
     connection = partner(frozen)
-    process, address = connection.recv()
-    os.kill(process, signal.SIGSTOP)
+    process, address, _ = connection.recv()
+    stop(process)
 
     async def main():
         with immwire.TransferEngine(transfers=2) as engine:
@@ -680,8 +684,8 @@ def test_tasks_and_threads_that_keep_all_they_submit_share_the_room(run):
 
 def test_waits_for_a_peer_and_for_room_take_no_thread(run, partner):
     connection = partner(frozen)
-    process, address = connection.recv()
-    os.kill(process, signal.SIGSTOP)
+    process, address, _ = connection.recv()
+    stop(process)
     held = threading.Event()
 
     async def main():
@@ -725,8 +729,8 @@ def test_waits_for_a_peer_and_for_room_take_no_thread(run, partner):
 
 def test_the_end_of_an_engine_ends_the_waits_for_its_peers(run, partner):
     connection = partner(frozen)
-    process, address = connection.recv()
-    os.kill(process, signal.SIGSTOP)
+    process, address, _ = connection.recv()
+    stop(process)
 
     async def main():
         engine = immwire.TransferEngine(transfers=1)
@@ -780,14 +784,18 @@ def test_who_begins_to_wait_while_the_engine_ends_is_told(run):
             with pytest.raises(immwire.EngineClosed):
                 await wait
             assert time.monotonic() - begun < PATIENCE / 2, "it waited for its time to be up"
-            closing.join()
+            join(closing)
         for other in others:
             other.close()
 
     run(main())
 
 
-def test_cancel_and_deadline_stop_a_transfer(run):
+def test_cancel_and_deadline_stop_a_transfer(run, partner):
+    connection = partner(frozen)
+    process, address, desc = connection.recv()
+    stop(process)
+
     async def main():
         with immwire.TransferEngine() as engine, immwire.TransferEngine() as other:
             peer = engine.add_peer(other.address)
@@ -795,8 +803,15 @@ def test_cancel_and_deadline_stop_a_transfer(run):
             size = 64 << 20
             src, there = engine.alloc(size), other.alloc(size)
             write = dict(peer=peer, src=src, dst=there.desc)
-            transfer = engine.submit_single_write(**write)
-            transfer.cancel()
+            until = time.monotonic() + PATIENCE
+            while True:
+                transfer = engine.submit_single_write(**write)
+                transfer.cancel()
+                await asyncio.gather(transfer, return_exceptions=True)
+                # Who is kept from cancelling it for as long as it takes comes too late.
+                if transfer.end != "done":
+                    break
+                assert time.monotonic() < until, "it is not stopped"
             with pytest.raises(immwire.TransferCancelled) as caught:
                 await transfer
             assert transfer.end in ("never_started", "quiesced")
@@ -806,6 +821,14 @@ def test_cancel_and_deadline_stop_a_transfer(run):
             with pytest.raises(immwire.DeadlineExceeded) as caught:
                 await engine.submit_single_write(**write, deadline=1e-4)
             assert caught.value.deadline == 1e-4
+            # What is for a peer that stands still does not end by itself.
+            dst = immwire.MrDesc.from_bytes(desc)
+            write = dict(peer=engine.add_peer(address), src=src, dst=dst, len=dst.nbytes)
+            transfer = engine.submit_single_write(**write)
+            transfer.cancel()
+            with pytest.raises(immwire.TransferCancelled) as caught:
+                await transfer
+            assert (transfer.end, caught.value.started) == ("never_started", False)
             # Cancelling the task leaves the transfer alone.
             transfer = engine.submit_single_write(**write)
             task = asyncio.ensure_future(transfer.wait())
@@ -813,7 +836,12 @@ def test_cancel_and_deadline_stop_a_transfer(run):
             task.cancel()
             with pytest.raises(immwire.WaitTimeout, match="still in use"):
                 await transfer.wait(timeout=0)
+            os.kill(process, signal.SIGCONT)
             await transfer
             assert transfer.end == "done"
 
-    run(main())
+    try:
+        run(main())
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)

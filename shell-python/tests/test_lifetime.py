@@ -13,7 +13,8 @@ import time
 import immwire
 import numpy as np
 import pytest
-from conftest import PATIENCE, Pair
+from conftest import PATIENCE, Pair, join, stop
+from test_gpu import counted
 
 
 def test_configurations_that_make_no_sense_are_refused():
@@ -69,26 +70,31 @@ def test_how_long_a_peer_may_be_silent_is_said_in_seconds(partner):
     immwire.TransferEngine(heartbeat=0.5, down_after=1).close()
     connection = partner(frozen)
     process, *addresses = connection.recv()
-    times = dict(heartbeat=0.05, suspect_after=0.2, down_after=0.6, connect_deadline=0.3)
+    times = dict(heartbeat=0.05, suspect_after=0.2, down_after=0.6)
     try:
         # With "shm" nobody is given up for being silent, unless told.
         with (
             immwire.TransferEngine(**times) as engine,
             immwire.TransferEngine(**times | {"down_after": None}) as other,
+            immwire.TransferEngine(connect_deadline=0.3) as brief,
         ):
             peer, patient = engine.add_peer(addresses[0]), other.add_peer(addresses[0])
             engine.wait_peer_blocking(peer)
             other.wait_peer_blocking(patient)
-            os.kill(process, signal.SIGSTOP)
+            stop(process)
             until = time.monotonic() + PATIENCE
             while not engine.peer_state(peer).startswith("down"):
+                assert not other.peer_state(patient).startswith("down")
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            assert other.peer_state(patient) == "suspect"
             # Less than the usual time, and not the call's.
-            late = engine.add_peer(addresses[1])
+            late = brief.add_peer(addresses[1])
             with pytest.raises(immwire.PeerError, match="never answered"):
-                engine.wait_peer_blocking(late, timeout=5)
+                brief.wait_peer_blocking(late, timeout=5)
+            while (state := other.peer_state(patient)) != "suspect":
+                assert not state.startswith("down")
+                assert time.monotonic() < until
+                time.sleep(0.01)
     finally:
         os.kill(process, signal.SIGCONT)
         connection.send(None)
@@ -257,8 +263,7 @@ def test_threads_share_an_engine(pair):
     threads = [threading.Thread(target=work, args=(counter,)) for counter in counters]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    join(*threads)
     assert not failures
 
 
@@ -279,8 +284,7 @@ def test_a_blocking_wait_lets_other_threads_run_and_ends_with_the_engine(pair):
     assert not ended
     start = time.monotonic()
     pair.receiver.close()
-    for thread in threads:
-        thread.join(PATIENCE)
+    join(*threads)
     assert len(ended) == 2
     assert time.monotonic() - start < PATIENCE / 2
 
@@ -289,16 +293,26 @@ def test_ctrl_c_ends_a_blocking_wait(pair):
     # Whoever runs the tests in the background has the signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     counter = pair.receiver.counter()
-    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
-    timer.start()
+    pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
+    counted(counter, 1)
+
+    def interrupt():
+        # While a wait is under way nothing is left for others.
+        until = time.monotonic() + PATIENCE
+        while counter.available and time.monotonic() < until:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            counter.wait_blocking(1, timeout=PATIENCE)
-        timer.join()
+            interrupting.start()
+            counter.wait_blocking(2, timeout=PATIENCE)
+        join(interrupting)
     finally:
         signal.signal(signal.SIGINT, before)
     pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
-    counter.wait_blocking(1)
+    counter.wait_blocking(2)
 
 
 def test_ctrl_c_ends_a_close_that_waits_for_another_thread():
@@ -335,7 +349,7 @@ def test_ctrl_c_ends_a_close_that_waits_for_another_thread():
         go_on.set()
         interrupting.join()
         signal.signal(signal.SIGINT, before)
-    thread.join(PATIENCE)
+    join(thread)
     assert engine.closed
     # Stopped by whoever used it last.
     until = time.monotonic() + PATIENCE
@@ -507,7 +521,7 @@ assert b.peer_state(peer) == "connecting"
 def test_a_program_ends_as_well_while_a_thread_waits_for_a_peer(partner):
     connection = partner(frozen)
     process, address, _ = connection.recv()
-    os.kill(process, signal.SIGSTOP)
+    stop(process)
     try:
         command = [sys.executable, "-c", PROGRAM + WAITING.format(address=address.hex())]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -519,33 +533,54 @@ def test_a_program_ends_as_well_while_a_thread_waits_for_a_peer(partner):
 
 
 LAST = """
-import immwire, time
-there = immwire.TransferEngine()
+import immwire
 engine = immwire.TransferEngine()
-into = there.alloc(64 << 20)
 
 class Held(bytearray):
     pass
 
-memory = Held(64 << 20)
+memory = Held(1 << 20)
 memory.engine = engine
 region = engine.register(memory)
-peer = engine.add_peer(there.address)
-engine.wait_peer_blocking(peer)
-transfer = engine.submit_single_write(peer=peer, src=region, dst=into.desc)
+peer, dst = engine.add_peer(bytes.fromhex("{address}")), immwire.MrDesc.from_bytes(bytes.fromhex("{desc}"))
+transfer = engine.submit_single_write(peer=peer, src=region, dst=dst, imm={tag})
 assert not transfer.done()
 del region, memory, engine, transfer
-until = time.monotonic() + {patience}
-while there.peers and time.monotonic() < until:
-    time.sleep(0.01)
-assert not there.peers, "the engine was not stopped"
+print("in use", flush=True)
+input()
 """
 
 
-def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine():
-    command = [sys.executable, "-c", LAST.format(patience=PATIENCE / 2)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def left(connection):
+    """An engine whose process is stopped by whoever asked for it; says whether who wrote to it has left."""
+    with immwire.TransferEngine(timeout=PATIENCE) as engine, engine.alloc(1 << 20) as memory:
+        counter = engine.counter()
+        connection.send((os.getpid(), bytes(engine.address), bytes(memory.desc), counter.tag))
+        counter.wait_blocking(1)
+        until = time.monotonic() + PATIENCE / 2
+        while engine.peers and time.monotonic() < until:
+            time.sleep(0.01)
+        connection.send(not engine.peers)
+        connection.recv()
+
+
+def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine(partner):
+    connection = partner(left)
+    process, address, desc, tag = connection.recv()
+    stop(process)
+    program = LAST.format(address=address.hex(), desc=desc.hex(), tag=tag)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as started:
+        try:
+            told = started.stdout.readline()
+        finally:
+            os.kill(process, signal.SIGCONT)
+        assert told == "in use\n", started.stderr.read()
+        assert connection.poll(PATIENCE)
+        assert connection.recv(), "the engine was not stopped"
+        connection.send(None)
+        _, errors = started.communicate("\n", timeout=PATIENCE)
+    assert (started.returncode, errors) == (0, "")
 
 
 QUARREL = """

@@ -15,7 +15,7 @@ from typing import ClassVar
 import immwire
 import numpy as np
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, join, stop
 
 
 def test_an_allocated_region_is_zeroed_and_has_a_buffer(pair):
@@ -361,8 +361,7 @@ def test_what_a_peer_may_still_write_to_is_held_for_good(partner, dropped):
         connection.send(bytes(region.desc))
         while memory[-1] == 0:
             assert time.monotonic() < until
-        os.kill(process, signal.SIGSTOP)
-        time.sleep(0.05)
+        stop(process)
         try:
             # Between two writes, it seems.
             region.close(timeout=0)
@@ -409,12 +408,14 @@ def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
 
     def close():
         with pytest.raises(immwire.RegionInUse) as caught:
-            region.close(timeout=1)
+            region.close(timeout=2)
         refused.append(caught.value)
 
     thread = threading.Thread(target=close)
     thread.start()
+    until = time.monotonic() + PATIENCE
     while "being closed" not in repr(region):
+        assert time.monotonic() < until
         time.sleep(0.001)
     with pytest.raises(immwire.RegionInUse, match="another thread"):
         region.close(timeout=0.05)
@@ -428,7 +429,7 @@ def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
         with pytest.raises(immwire.RegionInUse, match="another thread is closing the region"):
             use()
     assert not region.closed
-    thread.join()
+    join(thread)
     assert refused
     # As before: it can be used, and closed.
     region.write(0, b"here")
@@ -437,8 +438,7 @@ def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
     part.close()
     for thread in closers:
         thread.start()
-    for thread in closers:
-        thread.join()
+    join(*closers)
     assert region.closed
 
 

@@ -570,13 +570,28 @@ def test_a_rank_that_is_gone_is_named():
             ranks.exchanges[1].dispatch(to_bf16(x), indices, weights, out=rows)
 
 
+def under_way(ranks, call):
+    """A call of rank 0's in a thread of its own, once something of it has come to rank 1."""
+
+    def come():
+        return ranks.engines[1].stats().immediates
+
+    before, until = come(), time.monotonic() + PATIENCE
+    begun = ranks.pool.submit(call)
+    while come() == before:
+        assert time.monotonic() < until, "it sends nothing"
+        time.sleep(0.001)
+    return begun
+
+
 def test_an_abort_ends_the_waits_of_its_rank():
     with World(2, experts=4, world=2) as ranks:
         exchange = ranks.exchanges[0]
         x, indices, weights, _ = made_up(1, 4, 4)
         rows = np.zeros((exchange.max_rows, HIDDEN), np.uint16)
-        call = ranks.pool.submit(lambda: exchange.dispatch(to_bf16(x), indices, weights, out=rows))
-        time.sleep(0.3)
+        call = under_way(ranks, lambda: exchange.dispatch(to_bf16(x), indices, weights, out=rows))
+        # For it to wait. If it does not yet, it is not to begin.
+        time.sleep(0.1)
         # Neither waits for the call.
         assert not call.done()
         assert exchange.active_ranks == [0, 1]
@@ -623,15 +638,7 @@ def test_two_threads_do_not_share_a_call_and_others_run_meanwhile():
         x, indices, weights, _ = made_up(1, 4, 4)
         x = to_bf16(x)
         rows = bytearray(exchange.max_rows * HIDDEN * 2)
-        begun = threading.Event()
-
-        def wait():
-            begun.set()
-            exchange.dispatch(x, indices, weights, out=rows, timeout=2)
-
-        call = ranks.pool.submit(wait)
-        begun.wait(PATIENCE)
-        time.sleep(0.3)
+        call = under_way(ranks, lambda: exchange.dispatch(x, indices, weights, out=rows, timeout=2))
         with pytest.raises(immwire.RequestError, match="another thread"):
             exchange.dispatch(x, indices, weights, out=bytearray(len(rows)))
         with pytest.raises(BufferError):
