@@ -206,7 +206,7 @@ impl Host {
                 }
                 self.pin_part(known, device, number).map_err(|why| {
                     tracing::warn!(%why, "a peer's host memory cannot be pinned");
-                    Staging::Failed(WorkError::LocalAccess)
+                    Staging::Failed(WorkError::Unpinned)
                 })?;
                 part.store(true, Ordering::Relaxed);
                 self.missing.fetch_sub(1, Ordering::Relaxed);
@@ -618,7 +618,7 @@ impl Reached {
         let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else {
             return Ok(());
         };
-        let device = self.known.first().ok_or(Staging::Failed(WorkError::LocalAccess))?;
+        let device = self.known.first().ok_or(Staging::Failed(WorkError::NoGpus))?;
         addresses.try_for_each(|address| host.pin(&self.known, device, address, len))
     }
 
