@@ -196,16 +196,22 @@ impl Known {
         let failed = |ordinal| move |source| OpenError::Gpu { ordinal, source };
         let open = |&ordinal: &u32| One::new(ordinal).map_err(failed(ordinal));
         let devices: Vec<One> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
+        let mut apart = None;
         for One { device: one, .. } in &devices {
             for One { device: other, .. } in &devices {
                 match one.reach(other) {
                     // Then a write from one to the other is refused, when there is one.
-                    Ok(()) | Err(Error::NoPeerAccess { .. }) => {}
+                    Err(why @ (Error::NoPeerAccess { .. } | Error::TooManyPeers { .. })) => {
+                        apart.get_or_insert(why);
+                    }
                     Err(why) => return Err(failed(one.ordinal())(why)),
                 }
             }
         }
         let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
+        if let Some(why) = apart {
+            tracing::info!(%why, "not all of the engine's GPUs reach each other: writes between those are refused");
+        }
         Ok(Some(Arc::new(Self { devices, flushing, has_failed, closer })))
     }
 

@@ -108,8 +108,8 @@ fn survey() -> Result<Gpus, Error> {
 fn describe(device: &Device, all: &[&Device]) -> CudaGpu {
     let others = all.iter().filter(|other| other.ordinal() != device.ordinal());
     // That so many are reached already says nothing of an engine with fewer.
-    let reached =
-        others.filter(|other| !matches!(device.reach(other), Err(Error::NoPeerAccess { .. })));
+    let is_apart = |why| matches!(why, Error::NoPeerAccess { .. } | Error::TooManyPeers { .. });
+    let reached = others.filter(|other| !device.reach(other).is_err_and(is_apart));
     let runs = Stream::new(device).and_then(|stream| Copier::new(&stream, Tuning::default()));
     CudaGpu {
         ordinal: device.ordinal(),
