@@ -25,6 +25,7 @@ use immwire_cuda::{
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
+use crate::lacks::without_descriptors;
 use crate::operations::{only_peer, write};
 use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, pin, stick, unpin};
 use crate::{Case, Provider, Random, Spread, Test};
@@ -160,6 +161,7 @@ pub const COPYING: &[Test] = &[
     ),
     ("freed_while_it_is_opened", Spread::ProcessesBothMotors, freed_while_it_is_opened),
     ("no_file_for_an_allocation", Spread::Once, no_file_for_an_allocation),
+    ("memory_of_one_process_alone", Spread::Processes, memory_of_one_process_alone),
 ];
 
 /// The last GPU's number: another than the first, if there are two.
@@ -489,6 +491,36 @@ fn no_file_for_an_allocation(case: &Case) {
         };
         assert!(why.to_string().contains("ulimit -n"), "{why}");
         me.close(register().expect("register"), patience()).expect("closed");
+        segment.free();
+    }
+}
+
+/// Memory that the driver hands to no other process, by itself and among other, is registered if peers do not write there, and written
+/// from. It takes no descriptor, nor does other memory then. What peers are to write to is refused.
+fn memory_of_one_process_alone(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let (counter, tag) = other.counter(&me);
+    let (shareable, private) = (Part::Of(0), Part::Private(0));
+    let kinds = [&[private][..], &[shareable], &[shareable, private, shareable]];
+    for (n, parts) in (0..).zip(kinds) {
+        let segment = Segment::of(parts);
+        let bytes = PART * parts.len() as u64;
+        let len = usize::try_from(bytes).expect("small");
+        // SAFETY: freed below, when nobody uses it.
+        let register = |rights| unsafe { me.engine.register(segment.ptr(0), len, rights) };
+        if parts.contains(&private) {
+            let why = register(Rights::REMOTE_WRITE).expect_err("nobody else gets at it");
+            assert!(matches!(why, RegisterError::Gpu(Error::NotShareable { .. })), "{why:?}");
+        }
+        let src = without_descriptors(|| register(Rights::LOCAL)).expect("register");
+        assert_eq!(src.place(), Place::Gpu(0));
+        let (there, desc) = other.memory(&me, bytes, Own::Engine);
+        let pattern = case.pattern(n);
+        pattern.fill(&src, 0, bytes, 0);
+        me.done(&write(&me, peer, &src, &desc, (0, 0, bytes), Some(tag)));
+        other.count(&me, counter, 1);
+        other.check(&me, there, 0, bytes, pattern);
+        me.close(src, patience()).expect("nobody writes");
         segment.free();
     }
 }

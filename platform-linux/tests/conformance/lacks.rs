@@ -29,7 +29,7 @@ pub const COPYING: &[Test] = &[
 ];
 
 /// Runs `body` while this process gets no more descriptors.
-fn without_descriptors<R>(body: impl FnOnce() -> R) -> R {
+pub fn without_descriptors<R>(body: impl FnOnce() -> R) -> R {
     let limits = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limits }).expect("setrlimit");
     let made = body();
