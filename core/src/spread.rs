@@ -1,5 +1,5 @@
 //! Which queue a copy goes to, and how much of the device it may have: a device that copies has several queues, each of which makes its
-//! copies in order, one after the other, and beside those of the others.
+//! copies in order, one after the other, and beside those of the others. And which device it is, where any may do it ([`by`]).
 //!
 //! To one peer alone, two queues take turns: one copy begins while another ends. To several, each has a queue of its own, so that all of
 //! them are written to all the time. If all ranks of an exchange wrote to one peer after the other, those that are ahead would
@@ -42,6 +42,14 @@ pub struct Load<P> {
     pub bytes: u64,
     /// Whether it takes another copy.
     pub has_room: bool,
+}
+
+/// The device that copies what all of them can read, by its place: the one that has the destination, if it gets at that, else the first
+/// that does. `ways` says of each whether it does; `None`: none does. O(devices).
+pub fn by(home: Option<usize>, ways: impl Iterator<Item = bool> + Clone) -> Option<usize> {
+    let mut all = ways.clone();
+    let home = home.filter(|&home| all.nth(home) == Some(true));
+    home.or_else(|| ways.clone().position(|way| way))
 }
 
 /// The queue that a copy to `peer` goes to, by its place; `None`: none that it may be in has room. O(queues).
@@ -155,6 +163,26 @@ mod tests {
         for a in &all {
             for b in &all {
                 all.iter().for_each(|c| call(&[*a, *b, *c]));
+            }
+        }
+    }
+
+    /// Up to five devices, of which any have a way, and one, none, or one that is not there has the destination.
+    #[test]
+    fn who_has_a_way_copies_and_who_has_the_destination_before_others() {
+        for count in 0..6_usize {
+            for ways in 0..1_u32 << count {
+                let has = |at: usize| at < count && ways >> at & 1 == 1;
+                for home in [None].into_iter().chain((0..count + 2).map(Some)) {
+                    let made = by(home, (0..count).map(has));
+                    assert_eq!(made.is_some(), ways != 0, "{count} {ways:b} {home:?}");
+                    let Some(at) = made else { continue };
+                    assert!(has(at), "{count} {ways:b} {home:?}");
+                    match home.filter(|&home| has(home)) {
+                        Some(home) => assert_eq!(at, home),
+                        None => assert!((0..at).all(|before| !has(before))),
+                    }
+                }
             }
         }
     }

@@ -196,7 +196,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::NoPeerAccess`] if there is no way between the two, or what the driver answers.
+    /// [`Error::NoPeerAccess`] if there is no way between the two, [`Error::TooManyPeers`], or what the driver answers.
     pub fn reach(&self, peer: &Device) -> Result<(), Error> {
         if self.0.device == peer.0.device {
             return Ok(());
@@ -211,10 +211,8 @@ impl Device {
         }
         let _current = self.enter()?;
         // SAFETY: both contexts are alive, and this one is current.
-        match unsafe { cu::cuCtxEnablePeerAccess(peer.0.context, 0) } {
-            cu::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
-            answer => check("cuCtxEnablePeerAccess", answer),
-        }
+        let enabled = unsafe { cu::cuCtxEnablePeerAccess(peer.0.context, 0) };
+        access(enabled, self.ordinal(), peer.ordinal())
     }
 
     /// Waits until all that was given to the GPU's primary context is done, whoever gave it, by graphs too: as long as that takes. No graph
@@ -262,6 +260,16 @@ impl Device {
             return Ok(());
         }
         Err(Error::WrongDevice { belongs_to: self.ordinal(), used_with: other.ordinal() })
+    }
+}
+
+/// What `cuCtxEnablePeerAccess` answered, from one GPU to the other's memory.
+fn access(answer: cu::CUresult, from: u32, to: u32) -> Result<(), Error> {
+    match answer {
+        cu::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+        cu::CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED => Err(Error::NoPeerAccess { from, to }),
+        cu::CUresult::CUDA_ERROR_TOO_MANY_PEERS => Err(Error::TooManyPeers { from, to }),
+        answer => check("cuCtxEnablePeerAccess", answer),
     }
 }
 
@@ -519,5 +527,24 @@ impl Event {
             unsafe { cu::cuEventElapsedTime_v2(&raw mut milliseconds, earlier.raw, self.raw) };
         check("cuEventElapsedTime", asked)?;
         Ok(Duration::try_from_secs_f64(f64::from(milliseconds) / 1e3).unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whom_a_gpu_does_not_reach_is_told_from_what_has_failed() {
+        use cu::CUresult as R;
+        let ask = |answer| access(answer, 1, 9);
+        assert_eq!(ask(R::CUDA_SUCCESS), Ok(()));
+        assert_eq!(ask(R::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED), Ok(()));
+        let apart = Err(Error::NoPeerAccess { from: 1, to: 9 });
+        assert_eq!(ask(R::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED), apart);
+        let full = Err(Error::TooManyPeers { from: 1, to: 9 });
+        assert_eq!(ask(R::CUDA_ERROR_TOO_MANY_PEERS), full);
+        let failed = ask(R::CUDA_ERROR_INVALID_CONTEXT);
+        assert!(matches!(failed, Err(Error::Driver { call: "cuCtxEnablePeerAccess", .. })));
     }
 }

@@ -27,7 +27,7 @@ use crate::share::known;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// By whom, without a flush, what a NIC wrote to a GPU's memory is seen that has heard of the write since.
+/// By whom what a NIC wrote to a GPU's memory is seen that has heard of the write since: without a flush, or by means of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Seen {
     /// By nobody for sure.
@@ -63,13 +63,17 @@ pub struct Direct {
 }
 
 impl Direct {
-    /// What is to be done so that the GPU sees what a NIC wrote.
+    /// What is to be done so that those see what a NIC wrote who are to: the GPU, or others of this process as well. Where others
+    /// cannot be made to, that the GPU itself does is enough.
     #[must_use]
-    pub const fn visibility(&self) -> Visibility {
-        match (self.seen, self.flushes) {
-            (Seen::ByOwner | Seen::ByAll, _) => Visibility::Ordered,
-            (Seen::ByNobody, true) => Visibility::Flush,
-            (Seen::ByNobody, false) => Visibility::Never,
+    pub const fn visibility(&self, by: Seen) -> Visibility {
+        match (self.seen, by, self.flushes) {
+            (_, Seen::ByNobody, _)
+            | (Seen::ByAll, _, _)
+            | (Seen::ByOwner, Seen::ByOwner, _)
+            | (Seen::ByOwner, Seen::ByAll, false) => Visibility::Ordered,
+            (Seen::ByNobody | Seen::ByOwner, _, true) => Visibility::Flush,
+            (Seen::ByNobody, _, false) => Visibility::Never,
         }
     }
 
@@ -110,17 +114,22 @@ impl Device {
         ))
     }
 
-    /// Has this GPU see what NICs have written to its memory, as far as the calling thread has heard of it. A microsecond or
-    /// two.
+    /// Has this GPU, or all, see what NICs have written to its memory, as far as the calling thread has heard of it. A microsecond or
+    /// two. It is done in the context of the GPU whose memory it is, whoever is to see it (CUDA driver API, `cuFlushGPUDirectRDMAWrites`).
     ///
     /// # Errors
     ///
     /// What the driver answers.
-    pub fn flush_writes(&self) -> Result<(), Error> {
+    pub fn flush_writes(&self, by: Seen) -> Result<(), Error> {
+        use cu::CUflushGPUDirectRDMAWritesScope as Scope;
         let _current = self.enter()?;
         let target =
             cu::CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
-        let scope = cu::CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER;
+        let scope = match by {
+            Seen::ByNobody => return Ok(()),
+            Seen::ByOwner => Scope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+            Seen::ByAll => Scope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES,
+        };
         // SAFETY: takes no pointer; a context is current.
         check("cuFlushGPUDirectRDMAWrites", unsafe {
             cu::cuFlushGPUDirectRDMAWrites(target, scope)
@@ -278,19 +287,25 @@ mod tests {
 
     #[test]
     fn what_is_seen_without_a_flush_is_ordered_and_what_cannot_be_flushed_is_never_seen() {
-        let seen = |order, flushing| {
-            let direct = Direct::read(true, true, order, flushing);
-            (direct.seen, direct.visibility())
-        };
         for flushing in 0..4 {
             let by_call = flushing & 1 != 0;
             let unordered = if by_call { Visibility::Flush } else { Visibility::Never };
-            assert_eq!(seen(0, flushing), (Seen::ByNobody, unordered));
-            assert_eq!(seen(99, flushing), (Seen::ByNobody, unordered));
-            assert_eq!(seen(100, flushing), (Seen::ByOwner, Visibility::Ordered));
-            assert_eq!(seen(199, flushing), (Seen::ByOwner, Visibility::Ordered));
-            assert_eq!(seen(200, flushing), (Seen::ByAll, Visibility::Ordered));
-            assert_eq!(seen(u32::MAX, flushing), (Seen::ByAll, Visibility::Ordered));
+            // What its owner sees in order is written to, though others may not see it.
+            let by_others = if by_call { Visibility::Flush } else { Visibility::Ordered };
+            for (order, seen, by_owner, by_all) in [
+                (0, Seen::ByNobody, unordered, unordered),
+                (99, Seen::ByNobody, unordered, unordered),
+                (100, Seen::ByOwner, Visibility::Ordered, by_others),
+                (199, Seen::ByOwner, Visibility::Ordered, by_others),
+                (200, Seen::ByAll, Visibility::Ordered, Visibility::Ordered),
+                (u32::MAX, Seen::ByAll, Visibility::Ordered, Visibility::Ordered),
+            ] {
+                let direct = Direct::read(true, true, order, flushing);
+                assert_eq!(direct.seen, seen);
+                assert_eq!(direct.visibility(Seen::ByOwner), by_owner, "{order} {flushing}");
+                assert_eq!(direct.visibility(Seen::ByAll), by_all, "{order} {flushing}");
+                assert_eq!(direct.visibility(Seen::ByNobody), Visibility::Ordered);
+            }
         }
     }
 }

@@ -60,6 +60,13 @@ pub enum Error {
         /// The one whose memory it is.
         to: u32,
     },
+    /// This GPU reaches the memory of as many others as it can, which this one is not among: eight, where there is no NVSwitch.
+    TooManyPeers {
+        /// The one that would read and write.
+        from: u32,
+        /// The one whose memory it is.
+        to: u32,
+    },
     /// The crate was built without a CUDA compiler, or with one that failed: it has no kernels.
     KernelsAbsent,
     /// The kernels have no code for this GPU.
@@ -213,6 +220,10 @@ impl fmt::Display for Error {
             Self::NoPeerAccess { from, to } => {
                 write!(f, "GPU {from} cannot reach the memory of GPU {to}")
             }
+            Self::TooManyPeers { from, to } => write!(
+                f,
+                "GPU {from} reaches the memory of as many others as it can, and not that of GPU {to}: name fewer GPUs"
+            ),
             Self::KernelsAbsent => Absence(COMPILER_FAILED).fmt(f),
             Self::NoKernelsFor { capability: (major, minor) } => {
                 write!(

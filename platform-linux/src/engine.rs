@@ -962,6 +962,9 @@ impl TransferEngine {
     /// up, or its region is written to for the first time, or the GPU's queues are full. So a stream that itself waits for what such a
     /// write brings about, an answer say, is not to be named before that write is done: else both wait for each other: until a deadline, if there is one.
     ///
+    /// A stream that waits by other means than events may hold up others with which it shares one of the GPU's connections, as
+    /// [`TransferEngine::wait_on_stream`] says: `CUDA_DEVICE_MAX_CONNECTIONS=32` is for that.
+    ///
     /// # Safety
     ///
     /// `stream` is a stream (`cudaStream_t`, `CUstream`; null: the default one) of that GPU's primary context, which the CUDA
@@ -987,6 +990,10 @@ impl TransferEngine {
     /// what runs in the stream cannot tell. Whoever polls an engine must go on polling it meanwhile. Calls of CUDA's that wait for
     /// all of a GPU (`cudaFree`, `cudaMallocHost`, the loading of a kernel; so does another engine of the process when it
     /// ends) wait for the stream, too, and may hold up what it waits for: until the deadline at most.
+    ///
+    /// CUDA does not see what a held stream waits for ("Stream Memory Operations", CUDA driver API), and may serve streams one after the other
+    /// that share one of the GPU's connections: 8 by default, and an engine takes ten streams of each GPU. So it may hold up the very copy that
+    /// the count depends on, until the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32` in the environment before CUDA begins. That was not measured with the default.
     ///
     /// ```no_run
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

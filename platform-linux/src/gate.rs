@@ -2,7 +2,8 @@
 //!
 //! A gate is a word of pinned host memory that a stream waits for (`cuStreamWaitValue64`): no thread waits, and no SM is
 //! taken. Whoever counts the last write opens it; a thread of its own does at the deadline, and the engine's end does: a
-//! stream is never held for good. Why it went on is in the [`StreamWait`].
+//! stream is never held for good. Why it went on is in the [`StreamWait`]. CUDA does not see what it waits for, and may have other streams wait behind it
+//! that share its connection (`TransferEngine::wait_on_stream`).
 //!
 //! ```text
 //!   caller                                      whoever counts, the deadline, the end

@@ -11,8 +11,8 @@
 //!
 //! # Invariants
 //!
-//! - Memory that NICs may write to, and whose GPU does not see what they wrote, is of a GPU that [`Known::show`] flushes, from
-//!   before its registration is made.
+//! - Memory that NICs may write to, and whose GPU, or another of the engine's, does not see what they wrote, is of a GPU that
+//!   [`Known::show`] flushes, from before its registration is made; but where others cannot be made to see it, its own does.
 //! - What NICs read waits for the streams that were named before it was submitted, and for none that is named later: else what a stream
 //!   itself waits for could come to wait for that stream.
 //! - What GPUs copy themselves waits for the streams that were named before it is enqueued, which may be later: the queues know no more. So
@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use immwire_cuda::{
-    Device, DmaBuf, Error, Event, Found, PinnedMemory, SharedMemory, Shuttle, Stream, Uuid,
+    Device, DmaBuf, Error, Event, Found, PinnedMemory, Seen, SharedMemory, Shuttle, Stream, Uuid,
     Visibility,
 };
 
@@ -50,7 +50,7 @@ pub(crate) const FREED_WITHIN: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(crate) devices: Vec<One>,
-    /// A bit for each of them that NICs write to, and that does not see it by itself.
+    /// A bit for each of them that NICs write to, and that does not see it by itself, or others do not.
     flushing: AtomicU64,
     /// One of these could not be.
     has_failed: AtomicBool,
@@ -196,14 +196,21 @@ impl Known {
         let failed = |ordinal| move |source| OpenError::Gpu { ordinal, source };
         let open = |&ordinal: &u32| One::new(ordinal).map_err(failed(ordinal));
         let devices: Vec<One> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
+        let mut apart = None;
         for One { device: one, .. } in &devices {
             for One { device: other, .. } in &devices {
                 match one.reach(other) {
+                    Ok(()) => {}
                     // Then a write from one to the other is refused, when there is one.
-                    Ok(()) | Err(Error::NoPeerAccess { .. }) => {}
+                    Err(why @ (Error::NoPeerAccess { .. } | Error::TooManyPeers { .. })) => {
+                        apart.get_or_insert(why);
+                    }
                     Err(why) => return Err(failed(one.ordinal())(why)),
                 }
             }
+        }
+        if let Some(why) = apart {
+            tracing::info!(%why, "not all of the engine's GPUs reach each other: writes between those are refused");
         }
         let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
         Ok(Some(Arc::new(Self { devices, flushing, has_failed, closer })))
@@ -213,6 +220,11 @@ impl Known {
     /// calls it waiting. `false`: something still is.
     pub(crate) fn is_free_within(&self, limit: Duration) -> bool {
         ends_within(limit, || self.closer.is_busy())
+    }
+
+    /// Who is to see what NICs write to a GPU's memory: all, where another of the engine's GPUs may read it.
+    fn readers(&self) -> Seen {
+        if self.devices.len() > 1 { Seen::ByAll } else { Seen::ByOwner }
     }
 
     /// Where each of them is on the PCI bus.
@@ -275,7 +287,7 @@ impl Known {
         if !offers.reachable {
             return refused(&"CUDA says that this GPU lets no NIC at its memory");
         }
-        match offers.visibility() {
+        match offers.visibility(self.readers()) {
             Visibility::Ordered => {}
             Visibility::Never if remote => {
                 return refused(&"the GPU may not see what NICs write, and cannot be made to");
@@ -295,8 +307,8 @@ impl Known {
         Ok(Some(Direct { ordinal, index, file }))
     }
 
-    /// Has GPUs see what peers have written to their memory, as far as the calling thread has heard of it. A load, where all
-    /// see it by themselves.
+    /// Has GPUs see what peers have written to their memory, and to each other's, as far as the calling thread has heard of it. A load,
+    /// where all see it by themselves.
     ///
     /// A GPU that cannot be flushed has failed: what the driver answers then is that its context is gone, and so it does
     /// whoever wants to use the memory. So counts are told all the same.
@@ -312,7 +324,7 @@ impl Known {
     fn flush(&self, which: u64) {
         for (index, one) in self.devices.iter().enumerate() {
             if which >> index & 1 == 1
-                && let Err(why) = one.device.flush_writes()
+                && let Err(why) = one.device.flush_writes(self.readers())
                 && !self.has_failed.swap(true, Ordering::Relaxed)
             {
                 tracing::error!(%why, gpu = one.device.ordinal(), "a GPU cannot be flushed");

@@ -757,6 +757,9 @@ impl TransferEngine {
     /// number of transfers, and the stream must not itself be waiting for what comes of a later one, nor, between GPUs of one
     /// host, of an earlier one that is not done.
     ///
+    /// A stream that itself waits by other means than events may hold up others with which it shares one of the GPU's connections: see
+    /// ``wait_on_stream`` on ``CUDA_DEVICE_MAX_CONNECTIONS``.
+    ///
     /// ``stream`` is one of that GPU's primary context, which the CUDA runtime and torch use: anything with
     /// ``__cuda_stream__``, or its handle (``torch.cuda.current_stream().cuda_stream``; 0 is the default stream). A number
     /// that is no stream's handle ends the process.
@@ -777,6 +780,10 @@ impl TransferEngine {
     ///
     /// The stream goes on in any case, at the latest after ``timeout`` seconds, the engine's if none are given, or when the
     /// engine is closed; the result says why.
+    ///
+    /// CUDA does not see what the stream waits for, and streams that share one of the GPU's connections, 8 by default, may wait for it, too: that by which
+    /// the writes are copied, say, until the deadline. ``CUDA_DEVICE_MAX_CONNECTIONS=32`` in the environment before CUDA begins makes that
+    /// unlikely; it was not measured with the default.
     #[pyo3(signature = (stream, /, *, device, counter, writes, timeout = None))]
     fn wait_on_stream(
         &self,

@@ -156,6 +156,14 @@ pub enum WorkError {
     RemoteAccess,
     /// The source region is not registered with this NIC.
     LocalAccess,
+    /// The peer's host memory, which a GPU was to write to, cannot be pinned for it here.
+    Unpinned,
+    /// The peer's memory is a GPU's, and this engine was given none.
+    NoGpus,
+    /// The peer's memory is a GPU's, and the driver opens it for none of this engine's GPUs.
+    Unopened,
+    /// The GPU that has the source does not get at the peer's memory, though another of this engine's does.
+    NotConnected,
     /// The device or the kernel said so: an `errno`, or the provider's own number.
     Device(i32),
 }
@@ -167,6 +175,10 @@ impl fmt::Display for WorkError {
             Self::PeerGone => f.write_str("the peer went away"),
             Self::RemoteAccess => f.write_str("the peer refused access: its region was withdrawn or is not what the descriptor says"),
             Self::LocalAccess => f.write_str("the source region is not registered with this nic"),
+            Self::Unpinned => f.write_str("the peer's host memory cannot be pinned for the gpu that has the source: the log has the driver's answer; a source in host memory needs no pinning"),
+            Self::NoGpus => f.write_str("the peer's memory is a gpu's, and this engine was given none: name the gpu in `gpus` when it is built"),
+            Self::Unopened => f.write_str("the peer's memory is a gpu's, and no gpu of this engine can open it: name one in `gpus` that has peer access to it, and see that `ulimit -n` leaves descriptors; the log has the driver's answer"),
+            Self::NotConnected => f.write_str("the gpu that has the source has no peer access to the peer's gpu memory: `nvidia-smi topo -p2p r` says who reaches whom; write from a gpu that does, or go by way of host memory"),
             Self::Device(code) => write!(f, "the device reported error {code}"),
         }
     }

@@ -1886,7 +1886,8 @@ fn an_abort_is_of_whom_it_waits_for_alone() {
 fn an_abort_is_of_who_stands_still() {
     const ROUNDS: usize = 4;
     for (well, late_move) in (0..3).flat_map(|well| [(well, false), (well, true)]) {
-        let setup = Setup { peers: 3, nics: 1, slots: 24, queue_depth: 64, peer_depth: 16, ..SMALL };
+        let setup =
+            Setup { peers: 3, nics: 1, slots: 24, queue_depth: 64, peer_depth: 16, ..SMALL };
         let mut world = World::new(setup);
         let request = world.request(Kind::Scatter, 0).unwrap();
         let scattered = submit(&mut world, request);
@@ -2370,8 +2371,21 @@ fn heartbeats_outlast_their_path() {
 /// no news of a path.
 #[test]
 fn what_a_failed_note_says_of_its_peer() {
-    use WorkError::{Device, Flushed, LocalAccess, PeerGone, RemoteAccess};
-    for error in [Flushed, PeerGone, RemoteAccess, LocalAccess, Device(5)] {
+    use WorkError::{
+        Device, Flushed, LocalAccess, NoGpus, NotConnected, PeerGone, RemoteAccess, Unopened,
+        Unpinned,
+    };
+    for error in [
+        Flushed,
+        PeerGone,
+        RemoteAccess,
+        LocalAccess,
+        Unpinned,
+        NoGpus,
+        Unopened,
+        NotConnected,
+        Device(5),
+    ] {
         let mut world = World::new(Setup { peers: 1, ..SMALL });
         let peer = world.live(0).unwrap();
         assert!(world.apply(Do::Beat(0)) && world.apply(Do::Post(0)));
@@ -2382,6 +2396,23 @@ fn what_a_failed_note_says_of_its_peer() {
             _ => DownReason::PathLost { nic: 0 },
         };
         assert_eq!(world.group.peer_state(peer), Some(PeerState::Down(reason)), "{error:?}");
+    }
+}
+
+/// What this side lacks is said as that, with what to do; no device is blamed for it, nor the source.
+#[test]
+fn a_lack_of_ones_own_names_its_remedy() {
+    for (error, remedies) in [
+        (WorkError::Unpinned, &["log", "source in host memory"][..]),
+        (WorkError::NoGpus, &["`gpus`"]),
+        (WorkError::Unopened, &["`gpus`", "`ulimit -n`", "log"]),
+        (WorkError::NotConnected, &["no peer access", "`nvidia-smi topo -p2p r`", "host memory"]),
+    ] {
+        let said = std::format!("{error}");
+        for remedy in remedies {
+            assert!(said.contains(remedy), "{said}");
+        }
+        assert!(!said.contains("device reported") && !said.contains("not registered"), "{said}");
     }
 }
 

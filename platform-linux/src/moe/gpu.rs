@@ -260,6 +260,10 @@ impl AllToAll {
     /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too, until all start over. Of
     /// [`AllToAll::start_over`] it ends the wait for the GPU, not those for other ranks.
     ///
+    /// It goes by a stream of its own. If that shares one of the GPU's connections with what waits, which are 8 unless
+    /// `CUDA_DEVICE_MAX_CONNECTIONS=32` was in the environment before CUDA began, it may come only when the waits have ended by themselves. That
+    /// was not measured with the default.
+    ///
     /// # Errors
     ///
     /// [`MoeError::Gpu`].

@@ -1,7 +1,7 @@
 //! The GPUs of an engine: memory of theirs that peers write to, and the copies that they make.
 //!
 //! A piece whose bytes lie in a GPU's memory, or go there, is copied by a GPU: the one that has the source; from host
-//! memory the one that has the destination. Peers' memory is opened once for each region, and their host memory pinned. What
+//! memory the one that has the destination, or else any that gets at it. Peers' memory is opened once for each region, and their host memory pinned. What
 //! one call of `post` takes to a peer is merged: ranges that pieces make up, or pieces of one length (the core's `batch`). Runs of pages of several calls are,
 //! too, while the GPU has enough to do, also if they count their pages from different places (the core's `scale`). A copy's last
 //! act is to store its number to a word of pinned host memory; whoever reads it there sees that all of its bytes are where
@@ -56,7 +56,6 @@ use immwire_cuda::{
     Allocations, Copier, Device, Error, Found, Handover, Joining, NotOpened, NotPinned, Opened,
     PagedCopy, Pages, Pinned, PinnedMemory, Received, Release, Stream, Uuid,
 };
-use rustix::io::Errno;
 
 use super::handshake::{By, Sizes};
 use super::memory::{Link, id_of};
@@ -206,7 +205,7 @@ impl Host {
                 }
                 self.pin_part(known, device, number).map_err(|why| {
                     tracing::warn!(%why, "a peer's host memory cannot be pinned");
-                    Staging::Failed(WorkError::LocalAccess)
+                    Staging::Failed(WorkError::Unpinned)
                 })?;
                 part.store(true, Ordering::Relaxed);
                 self.missing.fetch_sub(1, Ordering::Relaxed);
@@ -562,6 +561,11 @@ impl Reached {
         self.ways.get(gpu).is_some_and(Option::is_some)
     }
 
+    /// The GPU that copies there from host memory, which all of ours read.
+    fn copier_from_host(&self) -> Option<usize> {
+        spread::by(self.home, self.ways.iter().map(Option::is_some))
+    }
+
     /// GPU memory that there is no way to yet.
     fn unopened(
         known: &Arc<Known>,
@@ -619,7 +623,7 @@ impl Reached {
         let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else {
             return Ok(());
         };
-        let device = self.known.first().ok_or(Staging::Failed(WorkError::LocalAccess))?;
+        let device = self.known.first().ok_or(Staging::Failed(WorkError::NoGpus))?;
         addresses.try_for_each(|address| host.pin(&self.known, device, address, len))
     }
 
@@ -1169,8 +1173,8 @@ impl Gpus {
         sink: &impl Sink,
     ) -> Staging {
         let gpu = match Kind::of(work.src_key) {
-            Kind::Gpu(index) => usize::from(index),
-            Kind::Host => reached.home.unwrap_or(0),
+            Kind::Gpu(index) => Some(usize::from(index)).filter(|&gpu| reached.has_way(gpu)),
+            Kind::Host => reached.copier_from_host(),
             // A peer's word that its mailbox is a GPU's.
             Kind::Unreached => return Staging::Failed(WorkError::LocalAccess),
         };
@@ -1179,9 +1183,7 @@ impl Gpus {
             return Staging::NoRoom;
         }
         // The region's owner has no part in that.
-        if !reached.has_way(gpu) {
-            return Staging::Failed(WorkError::Device(Errno::NXIO.raw_os_error()));
-        }
+        let Some(gpu) = gpu else { return Staging::Failed(WorkError::NotConnected) };
         if work.run.count > 0 {
             return self.stage_run(work, gpu, reached, sink);
         }

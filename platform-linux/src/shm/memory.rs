@@ -194,8 +194,14 @@ enum Backing {
     Process { pinned: Option<Pinned> },
     /// The same, when the engine has ended.
     LetGo(Unpinned),
-    /// Of a GPU: peers open it.
-    Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
+    /// Of a GPU: peers open it, if they may write there, by what is shared with them; what they may not need not be shareable.
+    Gpu {
+        index: u8,
+        found: Found,
+        uuid: Uuid,
+        shared: Option<Shared>,
+        _owned: Option<SharedMemory>,
+    },
 }
 
 impl Backing {
@@ -424,18 +430,21 @@ impl ShmMemory {
         else {
             return Granted::Refused;
         };
-        hazard::grant(grant, key);
         let (base, len) = (region.base(), region.len as u64);
-        match &region.backing {
+        let granted = match &region.backing {
             Backing::File { file, .. } => Granted::File { file: Arc::clone(file), base, len },
             Backing::Process { .. } | Backing::LetGo(_) => Granted::Process { base, len },
-            Backing::Gpu { found, uuid, shared, .. } => {
+            Backing::Gpu { found, uuid, shared: Some(shared), .. } => {
                 let (start, whole) = (found.start, found.bytes);
                 let region = Described { uuid: *uuid, base, len, start, whole };
                 let (by, file) = shared.by();
                 Granted::Gpu { region, by, file }
             }
-        }
+            // Nobody may write there: none are `writable`.
+            Backing::Gpu { shared: None, .. } => return Granted::Refused,
+        };
+        hazard::grant(grant, key);
+        granted
     }
 
     /// Files of the region of `key`, over several allocations, from number `from` on, for the peer of `link`, which it was granted;
@@ -446,7 +455,7 @@ impl ShmMemory {
         let region = table.writable(key);
         let grant = link.segment.inbound().grant(id_of(key));
         match (region.map(|region| &region.backing), grant) {
-            (Some(Backing::Gpu { shared: Shared::Files(all), .. }), Some(grant))
+            (Some(Backing::Gpu { shared: Some(Shared::Files(all)), .. }), Some(grant))
                 if hazard::may_continue(grant, key) =>
             {
                 let is_busy = self.gpus.0.as_ref().is_some_and(|known| known.closer.is_busy());
@@ -569,7 +578,8 @@ impl ShmMemory {
         let gpus = self.gpus.0.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
         let (index, gpu) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
         let uuid = gpu.uuid;
-        let shared = Shared::new(&gpu.device, &found).map_err(RegisterError::Gpu)?;
+        let share = || Shared::new(&gpu.device, &found).map_err(RegisterError::Gpu);
+        let shared = rights.remote_write().then(share).transpose()?;
         let backing = Backing::Gpu { index, found, uuid, shared, _owned: owned };
         self.insert(Region { base, len, rights, backing, withdrawn: false })
     }

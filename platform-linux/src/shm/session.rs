@@ -200,7 +200,7 @@ enum Target {
     /// This process lacked something for it. The next piece is told so, and the one after asks again.
     Failed {
         key: u64,
-        errno: Errno,
+        why: WorkError,
     },
 }
 
@@ -723,12 +723,12 @@ impl Session {
                 }
             }
             Target::Refused { .. } | Target::Unknown => Err(REFUSED),
-            Target::Failed { errno, .. } => {
-                let code = errno.raw_os_error();
+            Target::Failed { why, .. } => {
+                let why = *why;
                 if let Some(target) = self.targets.get_mut(id) {
                     *target = Target::Unknown;
                 }
-                Err(Step::Ended(Err(WorkError::Device(code))))
+                Err(Step::Ended(Err(why)))
             }
         }
     }
@@ -1239,7 +1239,7 @@ impl Session {
                 Target::Process { key, base: first(start), start, len }
             }
             Answer::Gpu { region, by } => match (gpus, by) {
-                (None, _) => Target::Failed { key, errno: Errno::NODEV },
+                (None, _) => Target::Failed { key, why: WorkError::NoGpus },
                 (Some(gpus), By::Files(count)) => match Arriving::new(gpus, region, count) {
                     Ok(arriving) => Target::Arriving { key, arriving: Box::new(arriving) },
                     Err(not) => not_reached(link, key, not),
@@ -1254,7 +1254,7 @@ impl Session {
             },
             Answer::Refused => Target::Refused { key },
         };
-        let needs_gpus = matches!(learnt, Target::Failed { errno: Errno::NODEV, .. });
+        let needs_gpus = matches!(learnt, Target::Failed { why: WorkError::NoGpus, .. });
         if needs_gpus && !std::mem::replace(&mut self.told_of_gpus, true) {
             tracing::warn!(
                 "a peer's memory is a GPU's: to write there, name the GPUs when the engine is built"
@@ -1423,7 +1423,9 @@ fn is_granted(link: &Link, key: u64) -> bool {
 /// A region that no GPU of ours gets at. One that was withdrawn may be gone by now: that its owner has freed it is no failure of ours.
 fn not_reached(link: &Link, key: u64, not: NotReached) -> Target {
     match not {
-        NotReached::Failed if is_granted(link, key) => Target::Failed { key, errno: Errno::NXIO },
+        NotReached::Failed if is_granted(link, key) => {
+            Target::Failed { key, why: WorkError::Unopened }
+        }
         NotReached::Failed | NotReached::Refused => Target::Refused { key },
     }
 }
@@ -1444,7 +1446,7 @@ fn opened(link: &Link, key: u64, reached: Result<Reached, NotReached>) -> Target
 /// A region that this process cannot reach, which is no fault of its owner's.
 fn lacking(key: u64, errno: Errno) -> Target {
     tracing::warn!(%errno, "a peer's region cannot be reached: ulimit -n, ulimit -v or vm.max_map_count may be too low");
-    Target::Failed { key, errno }
+    Target::Failed { key, why: WorkError::Device(errno.raw_os_error()) }
 }
 
 /// Maps a region whose file the peer has sent.

@@ -20,11 +20,12 @@ use immwire::{
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     ALLOCATIONS_MAX, Copier, Device, DeviceMemory, Error, PagedCopy, Pinned, PinnedMemory, Release,
-    Stream, Visibility,
+    Seen, Stream, Visibility,
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
+use crate::lacks::without_descriptors;
 use crate::operations::{only_peer, write};
 use crate::segment::{
     PART, Part, Segment, driver_s, go_on, held_up, kept, pin, stick, unpin, until_kept_waiting,
@@ -168,6 +169,7 @@ pub const COPYING: &[Test] = &[
     ),
     ("freed_while_it_is_opened", Spread::ProcessesBothMotors, freed_while_it_is_opened),
     ("no_file_for_an_allocation", Spread::Once, no_file_for_an_allocation),
+    ("memory_of_one_process_alone", Spread::Processes, memory_of_one_process_alone),
 ];
 
 /// The last GPU's number: another than the first, if there are two.
@@ -506,6 +508,36 @@ fn no_file_for_an_allocation(case: &Case) {
     }
 }
 
+/// Memory that the driver hands to no other process, by itself and among other, is registered if peers do not write there, and written
+/// from. It takes no descriptor, nor does other memory then. What peers are to write to is refused.
+fn memory_of_one_process_alone(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let (counter, tag) = other.counter(&me);
+    let (shareable, private) = (Part::Of(0), Part::Private(0));
+    let kinds = [&[private][..], &[shareable], &[shareable, private, shareable]];
+    for (n, parts) in (0..).zip(kinds) {
+        let segment = Segment::of(parts);
+        let bytes = PART * parts.len() as u64;
+        let len = usize::try_from(bytes).expect("small");
+        // SAFETY: freed below, when nobody uses it.
+        let register = |rights| unsafe { me.engine.register(segment.ptr(0), len, rights) };
+        if parts.contains(&private) {
+            let why = register(Rights::REMOTE_WRITE).expect_err("nobody else gets at it");
+            assert!(matches!(why, RegisterError::Gpu(Error::NotShareable { .. })), "{why:?}");
+        }
+        let src = without_descriptors(|| register(Rights::LOCAL)).expect("register");
+        assert_eq!(src.place(), Place::Gpu(0));
+        let (there, desc) = other.memory(&me, bytes, Own::Engine);
+        let pattern = case.pattern(n);
+        pattern.fill(&src, 0, bytes, 0);
+        me.done(&write(&me, peer, &src, &desc, (0, 0, bytes), Some(tag)));
+        other.count(&me, counter, 1);
+        other.check(&me, there, 0, bytes, pattern);
+        me.close(src, patience()).expect("nobody writes");
+        segment.free();
+    }
+}
+
 /// Where NICs read and write.
 pub const BY_NICS: &[Test] = &[
     ("any_part_of_a_gpu_s_memory", Spread::Places, any_part_of_a_gpu_s_memory),
@@ -726,7 +758,7 @@ fn flushes() -> Option<u64> {
     Some(call())
 }
 
-/// A GPU that does not see by itself what NICs write is flushed before each count, and others never are.
+/// A GPU whose memory not all of the engine's GPUs see NICs write by themselves is flushed before each count, and others never are.
 fn counts_come_after_a_flush(case: &Case) {
     let (me, mut other, _) = case.pair();
     let landing = me.engine.alloc_gpu(0, 4096).expect("memory");
@@ -736,7 +768,9 @@ fn counts_come_after_a_flush(case: &Case) {
     let mut before =
         flushes().expect("only the stand-in for the driver says how often it was asked");
     let direct = Device::open(0).expect("GPU 0").direct().expect("what it offers");
-    let wants = direct.visibility() == Visibility::Flush;
+    // The engine has all of them.
+    let by = if last_gpu() == 0 { Seen::ByOwner } else { Seen::ByAll };
+    let wants = direct.visibility(by) == Visibility::Flush;
     for _ in 0..20 {
         let (dst, tag) = (encode(&landing.desc()), Some(counter.tag().bits()));
         let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: 4096, tag };

@@ -11,7 +11,6 @@ use immwire::moe::gpu::{AllToAll, Config, Joining, Number, Payload, Shape};
 use immwire::moe::{MoeError, Seat};
 use immwire::{End, MrDesc, PeerId, RegisterError, Rights, ScatterWrite, Target, TransferError};
 use immwire_cuda::{Device, NotOpened, Opened, PinnedMemory, Received, Stream};
-use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
@@ -38,7 +37,7 @@ pub const COPYING: &[Test] = &[
 ];
 
 /// Runs `body` while this process gets no more descriptors.
-fn without_descriptors<R>(body: impl FnOnce() -> R) -> R {
+pub fn without_descriptors<R>(body: impl FnOnce() -> R) -> R {
     let limits = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limits }).expect("setrlimit");
     let made = body();
@@ -167,8 +166,7 @@ fn memory_that_cannot_be_opened_now(case: &Case) {
     let submit = || write(&me, peer, &src, &desc, (0, 0, BYTES), None);
     for _ in 0..3 {
         let end = without_descriptors(|| me.end(&submit()));
-        let why = WorkError::Device(Errno::NXIO.raw_os_error());
-        assert!(is_of(end, why), "{end:?}");
+        assert!(is_of(end, WorkError::Unopened), "{end:?}");
     }
     me.done(&submit());
     let ask = Ask::Mismatch { region: there, offset: 0, len: BYTES, pattern, at: 0 };
@@ -345,9 +343,8 @@ fn gpus_that_nobody_named(case: &Case) {
             other.count(&me, counter, 1);
         }
     }
-    let why = WorkError::Device(Errno::NODEV.raw_os_error());
     for end in ends {
-        assert!(is_of(end, why), "{end:?}");
+        assert!(is_of(end, WorkError::NoGpus), "{end:?}");
     }
 }
 

@@ -20,6 +20,8 @@ pub struct Gpus {
     pub kernels: bool,
     /// The GDRCopy by which flags lie in GPUs' memory, or why they lie in the host's.
     pub flags: String,
+    /// What `CUDA_DEVICE_MAX_CONNECTIONS` is, if it is set: hardware queues for the streams of each.
+    pub connections: Option<String>,
     /// As `CUDA_VISIBLE_DEVICES` leaves them, by number.
     pub gpus: Vec<CudaGpu>,
 }
@@ -102,14 +104,15 @@ fn survey() -> Result<Gpus, Error> {
         Ok((major, minor)) => format!("in GPUs' memory, by GDRCopy {major}.{minor}"),
         Err(why) => format!("in pinned memory of the host: {why}"),
     };
-    Ok(Gpus { kernels: kernels_built_in(), flags, gpus: gpus.collect() })
+    let connections = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok();
+    Ok(Gpus { kernels: kernels_built_in(), flags, connections, gpus: gpus.collect() })
 }
 
 fn describe(device: &Device, all: &[&Device]) -> CudaGpu {
     let others = all.iter().filter(|other| other.ordinal() != device.ordinal());
     // That so many are reached already says nothing of an engine with fewer.
-    let reached =
-        others.filter(|other| !matches!(device.reach(other), Err(Error::NoPeerAccess { .. })));
+    let is_apart = |why| matches!(why, Error::NoPeerAccess { .. } | Error::TooManyPeers { .. });
+    let reached = others.filter(|other| !device.reach(other).is_err_and(is_apart));
     let runs = Stream::new(device).and_then(|stream| Copier::new(&stream, Tuning::default()));
     CudaGpu {
         ordinal: device.ordinal(),

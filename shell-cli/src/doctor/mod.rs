@@ -239,7 +239,11 @@ fn cuda_text(cuda: &Cuda) -> String {
         Cuda::Found(found) => {
             let kernels = if found.kernels { "kernels built in" } else { "built without kernels" };
             let gpus = joined(found.gpus.iter().map(gpu), "no GPU");
-            format!("{gpus}; {kernels}; flags for kernels lie {}", found.flags)
+            let connections = match &found.connections {
+                Some(set) => format!("CUDA_DEVICE_MAX_CONNECTIONS={set}"),
+                None => "CUDA_DEVICE_MAX_CONNECTIONS is not set: 32 is better where streams wait for counts".into(),
+            };
+            format!("{gpus}; {kernels}; flags for kernels lie {}; {connections}", found.flags)
         }
         Cuda::NotFound(why) | Cuda::Fails(why) => why.clone(),
     }

@@ -476,6 +476,9 @@ impl GpuAllToAll {
 
     /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too, until all start over. Also for
     /// another thread than one that waits for the GPU, in ``start_over`` or ``close``; for other ranks ``start_over`` waits all the same.
+    ///
+    /// It goes by a stream of its own, which may have to wait if it shares one of the GPU's connections with what waits: 8, unless
+    /// ``CUDA_DEVICE_MAX_CONNECTIONS=32`` was in the environment before CUDA began. It was not measured with the default.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let control = self.control.get()?;
         // Which has nothing to end once it is closed.

@@ -45,7 +45,9 @@
 //!
 //! Order between default streams and others, streams shared by several contexts, graphs (what is captured is counted, and cannot be
 //! launched), managed memory but for what the driver says of it, arrays, events
-//! between processes, faults that only later calls report. In a child that was forked after `cuInit` all calls are refused, as by the
+//! between processes, faults that only later calls report; connections: each stream has a thread, and none waits for one that is held by a word, as it
+//! may where streams share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`). Peers are no fewer than there are GPUs, and who sees what a NIC wrote is not told
+//! apart: all do, or nobody before a flush, of whatever scope. In a child that was forked after `cuInit` all calls are refused, as by the
 //! driver.
 
 mod api;

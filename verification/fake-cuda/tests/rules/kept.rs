@@ -818,10 +818,13 @@ fn unordered_writes_are_seen_after_a_flush() {
         let memory = gpu.alloc(2 * other);
         let import = Import::of(0, memory, 8192);
         let device = immwire_cuda::Device::open(0).unwrap();
-        assert_eq!(device.direct().unwrap().visibility(), immwire_cuda::Visibility::Flush);
+        let direct = device.direct().unwrap();
+        for by in [immwire_cuda::Seen::ByOwner, immwire_cuda::Seen::ByAll] {
+            assert_eq!(direct.visibility(by), immwire_cuda::Visibility::Flush);
+        }
         assert!(import.write(0, &[1; 10]));
         assert_eq!(gpu.read(memory, 10), [0; 10]);
-        device.flush_writes().unwrap();
+        device.flush_writes(immwire_cuda::Seen::ByOwner).unwrap();
         assert_eq!(gpu.read(memory, 10), [1; 10]);
         assert!(import.write(0, &[2; 10]));
         assert_eq!((import.read(0, 10), gpu.read(memory, 10)), (Some(vec![2; 10]), vec![2; 10]));
