@@ -588,7 +588,8 @@ fn a_recorded_handshake(case: &Case, key: Option<&str>) {
     // and it does not disturb who really is there.
     other.peer(host, host.engine.address());
     // The caller may know of it first.
-    let peer = host.until(patience(), || host.engine.peers().first().copied()).expect("it is there");
+    let peer =
+        host.until(patience(), || host.engine.peers().first().copied()).expect("it is there");
     replay(&mut *stranger);
     assert_eq!(host.engine.peers(), [peer], "lost by a recording");
     assert_eq!(host.engine.peer_state(peer), Some(PeerState::Up));
