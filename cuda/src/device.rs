@@ -6,8 +6,8 @@
 //! # Invariants
 //!
 //! 1. A context outlives what was made in it: whoever owns a handle of CUDA's owns a [`Device`] too.
-//! 2. No call waits for the GPU, but [`Event::wait`], which takes a deadline, and [`Device::synchronize`], which does not, and ends whatever graph is being
-//!    captured in the process.
+//! 2. No call waits for the GPU, but [`Event::wait`], which takes a deadline, and [`Device::synchronize`], which does not; no graph that is being
+//!    captured minds either.
 
 use crate::driver::{self, Aside, Current, check, cu};
 use crate::error::Error;
@@ -29,6 +29,7 @@ struct Primary {
     context: cu::CUcontext,
     gpu: Gpu,
     host_atomics: bool,
+    host_pointers: bool,
 }
 
 // SAFETY: a context may be used by any thread, and by several at once (CUDA driver API, "Context Management"); the
@@ -86,13 +87,16 @@ impl Device {
             attribute(device, A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let host_atomics =
             attribute(device, A::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)? != 0;
+        let host_pointers =
+            attribute(device, A::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)? != 0;
         let _aside = Aside::step()?;
         let mut context = ptr::null_mut();
         // SAFETY: the device is one; writes the one handle. Given back by `Primary::drop`.
         let retained = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check("cuDevicePrimaryCtxRetain", retained)?;
         let gpu = Gpu { capability, sms, shared_bytes };
-        Ok(Self(Arc::new(Primary { ordinal, device, context, gpu, host_atomics })))
+        let primary = Primary { ordinal, device, context, gpu, host_atomics, host_pointers };
+        Ok(Self(Arc::new(primary)))
     }
 
     /// Opens the GPU of this process that has that name. `None`: it sees none. Others are not opened.
@@ -125,6 +129,16 @@ impl Device {
     #[must_use]
     pub fn host_atomics(&self) -> bool {
         self.0.host_atomics
+    }
+
+    /// Whether host memory that is pinned where it lies ([`crate::Pinned`]) is at the CPU's address for it, too.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoHostPointers`]: it is not (CUDA driver API, `cuMemHostRegister`).
+    pub fn must_use_host_pointers(&self) -> Result<(), Error> {
+        let ordinal = self.ordinal();
+        if self.0.host_pointers { Ok(()) } else { Err(Error::NoHostPointers { ordinal }) }
     }
 
     /// Its product name.

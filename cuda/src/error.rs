@@ -106,6 +106,17 @@ pub enum Error {
         /// Its first byte.
         address: u64,
     },
+    /// Host memory that was given back, or let go of, while what was pinned in one go with it was not: that keeps it pinned, too, as it was mapped then,
+    /// and something else may be mapped there by now.
+    LeftBehind {
+        /// Its first byte.
+        address: u64,
+    },
+    /// A GPU that does not use the CPU's addresses for host memory that is pinned where it lies.
+    NoHostPointers {
+        /// Which.
+        ordinal: u32,
+    },
     /// The driver keeps all callers waiting until what some thread of the process gives back to it is free, which a GPU that is busy uses: it was
     /// not asked.
     KeptWaiting {
@@ -190,6 +201,13 @@ impl fmt::Display for Error {
                     "{call}: {code:?}; it takes a file descriptor for each allocation, and the process may have no more (ulimit -n)"
                 )
             }
+            Self::Driver { call, code: code @ CudaCode(CUresult::CUDA_ERROR_NOT_INITIALIZED) } => {
+                write!(
+                    f,
+                    "{call}: {code:?}; so CUDA answers a process that was forked by one that had begun to use it: start the process anew \
+                     (multiprocessing's spawn), or have the parent begin with CUDA after it has forked"
+                )
+            }
             Self::Driver { call, code } => write!(f, "{call}: {code:?}"),
             Self::NoDevice { ordinal, count } => write!(f, "no GPU {ordinal}: there are {count}"),
             Self::NoPeerAccess { from, to } => {
@@ -222,6 +240,21 @@ impl fmt::Display for Error {
                     f,
                     "the driver has not come back from pinning, or unpinning, the host's memory at {address:#x}: it waits for what its \
                      GPUs are doing"
+                )
+            }
+            Self::LeftBehind { address } => {
+                write!(
+                    f,
+                    "the host's memory at {address:#x} stays pinned, as it was mapped when it was registered before, by another region that \
+                     overlaps the one that it was in: close that first, and register it again"
+                )
+            }
+            Self::NoHostPointers { ordinal } => {
+                write!(
+                    f,
+                    "GPU {ordinal} does not use the CPU's addresses for host memory that is registered with its driver \
+                     (CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0), so none can be pinned for it: have an engine \
+                     without GPUs for the host's memory"
                 )
             }
             Self::KeptWaiting { ordinal, after } => {
@@ -275,6 +308,18 @@ impl std::error::Error for Error {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The number alone tells nobody what to do.
+    #[test]
+    fn a_forked_process_is_told_what_cuda_does_not_allow() {
+        let code = |code| Error::Driver { call: "cuDeviceGetCount", code: CudaCode(code) };
+        let forked = code(CUresult::CUDA_ERROR_NOT_INITIALIZED).to_string();
+        let number = "cuDeviceGetCount: CUDA_ERROR_NOT_INITIALIZED (3); ";
+        assert!(forked.starts_with(number), "{forked}");
+        assert!(forked.contains("forked") && forked.contains("spawn"), "{forked}");
+        let other = code(CUresult::CUDA_ERROR_INVALID_VALUE).to_string();
+        assert_eq!(other, "cuDeviceGetCount: CUDA_ERROR_INVALID_VALUE (1)");
+    }
 
     #[test]
     fn who_lacks_kernels_is_told_what_the_compiler_said() {

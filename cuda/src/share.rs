@@ -31,7 +31,7 @@ use crate::driver::{check, cu};
 use crate::error::{CudaCode, Error};
 use crate::extent::{Allocation, Found, walk};
 use crate::memory::PinnedMemory;
-use crate::pins::{Going, Pins, Taken, pages_of};
+use crate::pins::{Going, NotNow, Pins, Taken, pages_of};
 use crate::stuck;
 use std::ffi::{c_int, c_void};
 use std::fmt;
@@ -721,6 +721,8 @@ static SETTLED: Condvar = Condvar::new();
 
 /// How long for pages that somebody else is pinning, or unpinning: the driver does so only when GPUs are through.
 const SETTLED_WITHIN: Duration = Duration::from_secs(30);
+/// How long for pages that are pinned with what others have ([`NotNow::LeftBehind`]): these may be about to give it back.
+const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(1);
 
 fn pins() -> MutexGuard<'static, Pins> {
     PINS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -735,7 +737,9 @@ fn settled(change: impl FnOnce(&mut Pins)) {
 #[derive(Debug)]
 pub struct Pinned {
     device: Device,
-    /// By their first page. None: it has been given back.
+    /// What was taken.
+    range: Range<u64>,
+    /// The pins that it lies in, by their first bytes. None: it has been given back.
     held: Vec<u64>,
     /// What of it nobody else needs, once it was [let go of](Pinned::let_go).
     going: Vec<Going>,
@@ -765,7 +769,8 @@ impl From<Error> for NotPinned {
 }
 
 impl Pinned {
-    /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address; if `reads_only`, to be read alone, where they are mapped so.
+    /// Pins `bytes` bytes from `start`, so that `device`, and every other GPU that [uses the CPU's addresses](Device::must_use_host_pointers), reaches
+    /// them there; if `reads_only`, to be read alone, where they are mapped so.
     /// Some tenths of a second for each GiB. What of it the application has pinned, if only some of it, it will have to keep
     /// so; `None`: that is all. `page`: bytes of a page.
     ///
@@ -776,7 +781,7 @@ impl Pinned {
     ///
     /// # Errors
     ///
-    /// [`NotPinned`]; [`Error::Busy`], too, for pages that stayed pinned, if a GPU is still stuck.
+    /// [`NotPinned`]; [`Error::Busy`], too, for pages that stayed pinned, if a GPU is still stuck; [`Error::LeftBehind`]; [`Error::NoHostPointers`].
     pub unsafe fn new(
         device: &Device,
         start: u64,
@@ -784,10 +789,11 @@ impl Pinned {
         page: u64,
         reads_only: bool,
     ) -> Result<Option<Self>, NotPinned> {
+        device.must_use_host_pointers()?;
         let range = start..start.saturating_add(bytes as u64);
         let Taken { shared, missing } = take(device, &range, page)?;
         // From here on what is held goes as it must, whatever happens.
-        let mut pinned = Self { device: device.clone(), held: shared, going: Vec::new() };
+        let mut pinned = Self { device: device.clone(), range, held: shared, going: Vec::new() };
         let mut failed = Ok(());
         for part in missing {
             let (start, mut begun) = (part.start, Vec::new());
@@ -811,7 +817,8 @@ impl Pinned {
     pub fn let_go(&mut self) {
         let mut pins = pins();
         let held = std::mem::take(&mut self.held).into_iter();
-        self.going.extend(held.filter_map(|start| Some((start, pins.give_back(start)?))));
+        let given = held.filter_map(|start| Some((start, pins.give_back(start, &self.range)?)));
+        self.going.extend(given);
     }
 
     /// Unpins it, as far as nobody else needs it. `false`: a GPU is stuck, may be using it, and it stays pinned.
@@ -840,26 +847,29 @@ fn unregister(device: &Device, (start, begun): Going) -> bool {
     is_freed
 }
 
-/// Takes a range, when nobody is pinning or unpinning any of its pages, or is about to; what of them could not be unpinned is unpinned first.
+/// Takes a range, when nobody is pinning or unpinning any of its pages, or is about to, or has them pinned by what it has beside them; what of them
+/// could not be unpinned is unpinned first.
 fn take(device: &Device, range: &Range<u64>, page: u64) -> Result<Taken, Error> {
-    let deadline = Instant::now() + SETTLED_WITHIN;
-    let busy = Err(Error::Busy { address: range.start });
+    let start = Instant::now();
+    let busy = Error::Busy { address: range.start };
     loop {
         let mut pins = pins();
         let stale = pins.stale(&pages_of(range, page));
         if !stale.is_empty() {
             drop(pins);
             if !stale.into_iter().fold(true, |all, stale| all & unregister(device, stale)) {
-                return busy;
+                return Err(busy);
             }
             continue;
         }
-        if let Some(taken) = pins.take(range, page) {
-            return Ok(taken);
-        }
-        let left = deadline.saturating_duration_since(Instant::now());
+        let (why, limit) = match pins.take(range, page) {
+            Ok(taken) => return Ok(taken),
+            Err(NotNow::Busy) => (busy, SETTLED_WITHIN),
+            Err(NotNow::LeftBehind(address)) => (Error::LeftBehind { address }, GIVEN_BACK_WITHIN),
+        };
+        let left = limit.saturating_sub(start.elapsed());
         if left.is_zero() {
-            return busy;
+            return Err(why);
         }
         drop(SETTLED.wait_timeout(pins, left).unwrap_or_else(PoisonError::into_inner));
     }

@@ -780,8 +780,9 @@ impl Drop for Inner {
 ///
 /// An engine is its process's. In a forked child it has no threads, and what it shares with its peers is not mapped: there nothing of it, regions
 /// and their parts included, may be used or dropped, but is left as it is ([`std::mem::forget`]); whoever calls `fork` sees to that. The
-/// child may build engines of its own. What an address ([`Region::as_ptr`]) of memory of [`TransferEngine::alloc`] points to can be read and
-/// written there: where it is shared memory, it is the parent's, to which its peers go on to write, else a copy; and it is given back
+/// child may build engines of its own; with [GPUs](Builder::gpus) only if nobody in its parent had begun to use CUDA, which does not let a child use it
+/// then (a process that is started anew, by `exec`, may). What an address ([`Region::as_ptr`]) of memory of [`TransferEngine::alloc`] points to can be
+/// read and written there: where it is shared memory, it is the parent's, to which its peers go on to write, else a copy; and it is given back
 /// to the system when such children have ended, too. Before Linux 5.13 what was
 /// given to RDMA NICs is not there at all.
 #[derive(Clone)]
@@ -1049,11 +1050,17 @@ impl TransferEngine {
     /// `cuMemCreate` that adjoin ([`immwire_cuda::ALLOCATIONS_MAX`]), some tens of microseconds for each. A range inside one that is
     /// registered costs a look-up.
     ///
+    /// Host memory that is pinned for GPUs is pinned once, however many regions of the process overlap, and what was pinned in one go stays so as long
+    /// as one of them has any of it. Pages of it that none has had for a time are refused until then ([`immwire_cuda::Error::LeftBehind`], after a second):
+    /// something else may be mapped there.
+    ///
     /// # Safety
     ///
     /// `len` bytes from `ptr` are mapped, and no reference to them is used while peers may write. They
     /// stay so until [`Region::close`] of the last handle has returned `Ok`, be it after the engine has stopped; if peers may not write there
-    /// ([`Rights::LOCAL`]), until then or until the engine has stopped.
+    /// ([`Rights::LOCAL`]), until then or until the engine has stopped. But of the host's memory, if the engine has [GPUs](Builder::gpus), the latter is
+    /// not enough while one of them is busy, with whatever work: its driver unpins nothing meanwhile, which an engine that stops waits for
+    /// no longer than some seconds. `close` waits for it.
     ///
     /// That the engine has stopped is not enough where peers may write: one on this host whose process is held up in the middle of a write
     /// (by a signal, a debugger or slow storage) ends that when it goes on. It is waited for, but for [`Builder::drain`] at most, a second at least.

@@ -229,6 +229,11 @@ impl Known {
         self.devices.first().map(|one| &one.device)
     }
 
+    /// Whether host memory that is pinned where it lies is at the CPU's address for all of them.
+    pub(crate) fn must_use_host_pointers(&self) -> Result<(), Error> {
+        self.devices.iter().try_for_each(|one| one.device.must_use_host_pointers())
+    }
+
     /// By its number in this process: its index here, and the GPU.
     pub(crate) fn by_ordinal(&self, ordinal: u32) -> Option<(u8, &One)> {
         let at = self.devices.iter().position(|one| one.device.ordinal() == ordinal)?;

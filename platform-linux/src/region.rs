@@ -204,7 +204,10 @@ impl Region {
     /// staged, the engine must be polled meanwhile: if that is done by this very thread, use `Driver::close_region`.
     ///
     /// Host memory that an engine with GPUs has pinned is unpinned before this returns, for which the driver takes as long as the GPU is
-    /// busy, whatever `patience` is: until then it may not be freed.
+    /// busy, whatever `patience` is: until then it may not be freed. So it is when the engine has ended before, too.
+    ///
+    /// It stays pinned if another region of this process, of whichever engine, overlaps it: all of it does, until that is closed, too. What none has
+    /// any more may be freed, but is not registered again before ([`immwire_cuda::Error::LeftBehind`]).
     ///
     /// # Errors
     ///

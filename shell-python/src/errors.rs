@@ -77,7 +77,8 @@ pub(crate) fn in_callback(entangled: Entangled) -> PyErr {
 
 pub(crate) fn forked() -> PyErr {
     let message = "this was made before the process forked, and belongs to the parent: \
-                   an engine's threads do not survive a fork; make a new engine in the child";
+                   an engine's threads do not survive a fork; make a new engine in the child (one with GPUs in a process \
+                   that was started by spawn, if the parent had used CUDA)";
     raise("ForkedError", message, |_| Ok(()))
 }
 

@@ -216,6 +216,7 @@ impl Host {
     }
 
     fn pin_part(&self, known: &Known, device: &Device, number: u64) -> Result<(), Error> {
+        known.must_use_host_pointers()?;
         let at = number * PART_BYTES;
         let bytes = usize::try_from(self.bytes.saturating_sub(at).min(PART_BYTES)).unwrap_or(0);
         // SAFETY: the mapping has at least `self.bytes` bytes, and is kept until after it has been unpinned (`Reachable`).

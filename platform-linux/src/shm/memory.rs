@@ -21,8 +21,9 @@
 //! - A session that we closed stays listed until its peer has stopped writing.
 //! - Nothing of a region's is given back under the table's lock: the driver may wait for GPUs to be idle before it does.
 //! - The caller's memory, which may be unmapped when the engine has ended, stays pinned for no handle that lives longer
-//!   ([`ShmMemory::end`]). Whose pin leaves the table has let go of it under the table's lock ([`Pinned::let_go`]): who is told after that
-//!   that the memory is free, and registers what is there next, shares no pages with what was.
+//!   ([`ShmMemory::end`]); who closes such a region after that waits until it is unpinned ([`Unpinned`]). Whose pin leaves the table has let go
+//!   of it under the table's lock ([`Pinned::let_go`]): who is told after that that the memory is free, and registers what is there next, shares no
+//!   pages with what was.
 //! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
 //!   records.
 
@@ -31,6 +32,7 @@ use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -173,12 +175,25 @@ impl Link {
     }
 }
 
+/// Ends when all is unpinned that an engine's end gave the closer: of memory of the caller's, which is a region still.
+#[derive(Debug, Clone)]
+struct Unpinned(Arc<Mutex<Receiver<()>>>);
+
+impl Unpinned {
+    fn wait(&self) {
+        // It never says anything: it ends. Whoever else waits for the lock waits for the same.
+        let _ = lock(&self.0).recv();
+    }
+}
+
 #[derive(Debug)]
 enum Backing {
     /// Peers map the file.
     File { file: Arc<OwnedFd>, mapping: Reachable<Mapping> },
     /// Memory of this process alone, which our GPUs reach.
     Process { pinned: Option<Pinned> },
+    /// The same, when the engine has ended.
+    LetGo(Unpinned),
     /// Of a GPU: peers open it.
     Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
 }
@@ -195,7 +210,7 @@ impl Backing {
 
     fn kind(&self) -> Kind {
         match self {
-            Self::File { .. } | Self::Process { .. } => Kind::Host,
+            Self::File { .. } | Self::Process { .. } | Self::LetGo(_) => Kind::Host,
             Self::Gpu { index, .. } => Kind::Gpu(*index),
         }
     }
@@ -364,6 +379,7 @@ impl ShmMemory {
             (Some(backing @ Backing::Process { pinned: Some(_) }), Some(known)) => {
                 known.closer.give_and_wait(backing);
             }
+            (Some(Backing::LetGo(unpinned)), _) => unpinned.wait(),
             (backing, _) => drop(backing),
         }
     }
@@ -379,16 +395,24 @@ impl ShmMemory {
     }
 
     /// The engine has ended, and no GPU does anything for it any more. The caller's memory is given to be unpinned, whoever has handles: it may be
-    /// unmapped next. Who ends the closer waits for that.
+    /// unmapped next. Who ends the closer waits for that, for some seconds; who closes a region, however long it takes.
     pub(super) fn end(&self) {
+        let (last, over) = mpsc::channel();
+        let unpinned = Unpinned(Arc::new(Mutex::new(over)));
         let pinned: Vec<_> = {
             let mut table = lock(&self.table);
             table.is_over = true;
             let regions = table.slots.iter_mut().filter_map(|slot| slot.region.as_mut());
-            regions.filter_map(|region| region.backing.let_go()).collect()
+            let let_go = |region: &mut Region| {
+                let pinned = region.backing.let_go()?;
+                region.backing = Backing::LetGo(unpinned.clone());
+                Some(pinned)
+            };
+            regions.filter_map(let_go).collect()
         };
         if let Some(known) = self.gpus.0.as_ref().filter(|_| !pinned.is_empty()) {
-            known.closer.give(pinned);
+            // Dropped in this order.
+            known.closer.give((pinned, last));
         }
     }
 
@@ -404,7 +428,7 @@ impl ShmMemory {
         let (base, len) = (region.base(), region.len as u64);
         match &region.backing {
             Backing::File { file, .. } => Granted::File { file: Arc::clone(file), base, len },
-            Backing::Process { .. } => Granted::Process { base, len },
+            Backing::Process { .. } | Backing::LetGo(_) => Granted::Process { base, len },
             Backing::Gpu { found, uuid, shared, .. } => {
                 let (start, whole) = (found.start, found.bytes);
                 let region = Described { uuid: *uuid, base, len, start, whole };
@@ -518,9 +542,9 @@ impl ShmMemory {
         bytes: usize,
         rights: Rights,
     ) -> Result<Option<Pinned>, NotPinned> {
-        let Some(device) = self.gpus.0.as_ref().and_then(|gpus| gpus.first()) else {
-            return Ok(None);
-        };
+        let Some(known) = &self.gpus.0 else { return Ok(None) };
+        known.must_use_host_pointers()?;
+        let Some(device) = known.first() else { return Ok(None) };
         let (start, reads_only) = (base.as_ptr() as u64, !rights.remote_write());
         // SAFETY: our caller's promise. GPUs write to what peers may write to alone.
         unsafe { Pinned::new(device, start, bytes, page_bytes(), reads_only) }

@@ -140,6 +140,11 @@ pub const COPYING: &[Test] = &[
         beside_an_engine_that_waits_for_the_gpu,
     ),
     ("closed_while_the_gpu_is_busy", Spread::Once, closed_while_the_gpu_is_busy),
+    (
+        "closed_after_its_engine_while_the_gpu_is_busy",
+        Spread::Once,
+        closed_after_its_engine_while_the_gpu_is_busy,
+    ),
     ("opened_while_the_gpu_is_busy", Spread::ProcessesBothMotors, opened_while_the_gpu_is_busy),
     ("dropped_beside_one_that_waits", Spread::Once, dropped_beside_one_that_waits),
     ("each_with_a_gpu_of_its_own", Spread::Once, each_with_a_gpu_of_its_own),
@@ -151,6 +156,7 @@ pub const COPYING: &[Test] = &[
     ("host_memory_in_parts", Spread::Processes, host_memory_in_parts),
     ("host_memory_after_its_engine", Spread::ProcessesBothMotors, host_memory_after_its_engine),
     ("pages_that_were_let_go_of", Spread::Once, pages_that_were_let_go_of),
+    ("host_memory_that_is_left_behind", Spread::Once, host_memory_that_is_left_behind),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
     (
@@ -1642,6 +1648,31 @@ fn closed_while_the_gpu_is_busy(case: &Case) {
     other.check(&me, there, 0, BYTES, pattern);
 }
 
+/// An engine has ended while a GPU was busy, so that the driver has the caller's memory pinned still: who closes the regions waits until it has not.
+fn closed_after_its_engine_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: usize = 4096;
+    let me = case.me();
+    let lent = Lent::new(BYTES);
+    let regions = [Rights::LOCAL, Rights::REMOTE_WRITE].map(|rights| {
+        // SAFETY: never unmapped, and no reference to the bytes is ever made.
+        unsafe { me.engine.register(lent.ptr, BYTES, rights) }.expect("register")
+    });
+    std::thread::scope(|scope| {
+        let busy = Busy::all();
+        goes_within(GIVES_UP_WITHIN, || busy.go_on(), move || drop(me));
+        let closing = regions.map(|region| scope.spawn(move || region.close(patience()).is_ok()));
+        std::thread::sleep(Duration::from_millis(50));
+        let is_over = closing.iter().any(|closing| closing.is_finished());
+        assert!(!is_over, "it is pinned while the GPU is busy");
+        drop(busy);
+        go_on();
+        assert!(closing.into_iter().all(|closing| closing.join().expect("closes")));
+    });
+    // SAFETY: never unmapped.
+    assert!(unsafe { pin(lent.ptr.as_ptr() as u64, BYTES as u64) }, "it is pinned still");
+    unpin(lent.ptr.as_ptr() as u64);
+}
+
 /// While the driver keeps its callers waiting, as a GPU is busy and something of the engine's is to be unpinned, it is to write to regions of a peer's
 /// GPUs that it has not opened yet, and is asked for files of its own memory: that waits, and nobody else does.
 fn opened_while_the_gpu_is_busy(case: &Case) {
@@ -1862,6 +1893,50 @@ fn pages_that_were_let_go_of(_: &Case) {
     // SAFETY: as above.
     assert!(unsafe { pin(mine, page as u64) });
     unpin(mine);
+}
+
+/// A region of memory that is pinned is closed, of which another engine's has half: the other half is the application's, which maps something else
+/// there. What is pinned there is what was, so nobody registers it, until the other is closed, too.
+fn host_memory_that_is_left_behind(case: &Case) {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    const BYTES: usize = 64 << 10;
+    const HALF: usize = BYTES / 2;
+    let (me, also) = (case.me(), case.me());
+    let mine = Lent::new(BYTES);
+    let register = |host: &Host, from: usize, len| {
+        let at = NonNull::new(mine.ptr.as_ptr().wrapping_add(from)).expect("some");
+        // SAFETY: mapped anew only where all regions are closed, and no reference to the bytes is ever made.
+        unsafe { host.engine.register(at, len, Rights::LOCAL) }
+    };
+    let whole = register(&me, 0, BYTES).expect("register");
+    let half = register(&also, HALF, HALF).expect("register");
+    me.close(whole, patience()).expect("closed");
+    let (both, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+    // SAFETY: over a mapping of ours that nobody uses any more.
+    let mapped = unsafe { mmap_anonymous(mine.ptr.as_ptr().cast(), HALF, both, flags) };
+    assert_eq!(mapped.expect("mmap"), mine.ptr.as_ptr().cast());
+    let first = mine.ptr.as_ptr() as u64;
+    for len in [1, HALF, BYTES] {
+        match register(&me, 0, len) {
+            Err(RegisterError::Gpu(Error::LeftBehind { address })) => assert_eq!(address, first),
+            other => panic!("{other:?}"),
+        }
+    }
+    // What the other has is what it was.
+    let shared = register(&me, HALF, HALF).expect("register");
+    me.close(shared, patience()).expect("closed");
+    also.close(half, patience()).expect("closed");
+    let anew = register(&me, 0, BYTES).expect("register");
+    let pattern = case.pattern(0);
+    pattern.fill(&anew, 0, BYTES as u64, 0);
+    let (mut other, address) = case.agent("other");
+    let peer = me.peer(&address);
+    // In turn a GPU's and the host's.
+    for (there, desc) in [(); 2].map(|()| other.memory(&me, BYTES as u64, Own::Engine)) {
+        me.done(&write(&me, peer, &anew, &desc, (0, 0, BYTES as u64), None));
+        other.check(&me, there, 0, BYTES as u64, pattern);
+    }
+    me.close(anew, patience()).expect("closed");
 }
 
 /// Pins a page of the host's for GPU 0.

@@ -65,6 +65,9 @@ macro_rules! calls {
             #[unsafe(no_mangle)]
             #[allow(non_snake_case, reason = "the driver's names")]
             pub(super) extern "C" fn $name($($argument: $type),*) -> ::cudarc::driver::sys::CUresult {
+                if $crate::world::is_forked() {
+                    return $crate::code::NOT_INITIALIZED;
+                }
                 let body = || -> $crate::code::Answer { $body };
                 match body() {
                     Ok(()) => $crate::code::SUCCESS,

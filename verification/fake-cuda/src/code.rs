@@ -24,6 +24,7 @@ codes! {
     SUCCESS = CUDA_SUCCESS, "no error";
     INVALID_VALUE = CUDA_ERROR_INVALID_VALUE, "invalid argument";
     OUT_OF_MEMORY = CUDA_ERROR_OUT_OF_MEMORY, "out of memory";
+    NOT_INITIALIZED = CUDA_ERROR_NOT_INITIALIZED, "not possible in a process that was forked";
     NO_DEVICE = CUDA_ERROR_NO_DEVICE, "no GPU is visible";
     INVALID_DEVICE = CUDA_ERROR_INVALID_DEVICE, "no such GPU";
     INVALID_CONTEXT = CUDA_ERROR_INVALID_CONTEXT, "not possible in this context";

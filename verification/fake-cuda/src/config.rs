@@ -21,6 +21,8 @@ pub(crate) struct Config {
     pub(crate) peers: bool,
     /// `IMMWIRE_FAKE_CUDA_NO_DMA_BUF` (0): 1 if no DMA-BUF can be had of a GPU's memory.
     pub(crate) dma_buf: bool,
+    /// `IMMWIRE_FAKE_CUDA_NO_HOST_POINTERS` (0): 1 if registered host memory is not said to be at the CPU's address for GPUs.
+    pub(crate) host_pointers: bool,
     /// `IMMWIRE_FAKE_CUDA_UNORDERED` (0): 1 if what NICs write is seen after a flush only.
     pub(crate) unordered: bool,
     /// `IMMWIRE_FAKE_CUDA_NO_GDRDRV` (0): 1 if GDRCopy has no kernel module.
@@ -53,6 +55,7 @@ impl Config {
             visible,
             peers: !is("IMMWIRE_FAKE_CUDA_NO_PEER")?,
             dma_buf: !is("IMMWIRE_FAKE_CUDA_NO_DMA_BUF")?,
+            host_pointers: !is("IMMWIRE_FAKE_CUDA_NO_HOST_POINTERS")?,
             unordered: is("IMMWIRE_FAKE_CUDA_UNORDERED")?,
             gdrdrv: !is("IMMWIRE_FAKE_CUDA_NO_GDRDRV")?,
             seed: number("IMMWIRE_FAKE_CUDA_SEED", u64::MAX)?,
@@ -82,6 +85,7 @@ mod tests {
             visible: vec![0, 1],
             peers: true,
             dma_buf: true,
+            host_pointers: true,
             unordered: false,
             gdrdrv: true,
             seed: None,
@@ -99,6 +103,7 @@ mod tests {
             ("IMMWIRE_FAKE_CUDA_GPUS", "33"),
             ("IMMWIRE_FAKE_CUDA_NO_PEER", "yes"),
             ("IMMWIRE_FAKE_CUDA_NO_DMA_BUF", "2"),
+            ("IMMWIRE_FAKE_CUDA_NO_HOST_POINTERS", "?"),
             ("IMMWIRE_FAKE_CUDA_UNORDERED", "no"),
             ("IMMWIRE_FAKE_CUDA_NO_GDRDRV", "off"),
             ("IMMWIRE_FAKE_CUDA_SEED", "-1"),

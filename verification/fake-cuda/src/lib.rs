@@ -44,7 +44,7 @@
 //!
 //! Order between default streams and others, streams shared by several contexts, graphs (what is captured is counted, and cannot be
 //! launched), managed memory but for what the driver says of it, arrays, events
-//! between processes, faults that only later calls report. A process that forks cannot use it in the child, as with the
+//! between processes, faults that only later calls report. In a child that was forked after `cuInit` all calls are refused, as by the
 //! driver.
 
 mod api;

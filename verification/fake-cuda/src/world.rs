@@ -105,7 +105,25 @@ static WORLD: Mutex<World> = Mutex::new(World {
 });
 
 /// Whether `cuInit` has succeeded.
-pub(crate) static INITIALIZED: AtomicBool = AtomicBool::new(false);
+static INITIALIZED: AtomicBool = AtomicBool::new(false);
+/// Whether it had in the process that this one was forked by: streams' threads are not here, and locks as they were.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// Says that `cuInit` has succeeded.
+pub(crate) fn initialize() {
+    extern "C" fn in_child() {
+        FORKED.store(true, Ordering::Relaxed);
+    }
+    if !INITIALIZED.swap(true, Ordering::AcqRel) {
+        // SAFETY: pthread_atfork(3): the handler stores a word, and is there as long as the process: nobody unloads a driver.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    }
+}
+
+/// Whether all calls are refused, as by the driver in a process that was forked after `cuInit`.
+pub(crate) fn is_forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
 
 thread_local! {
     /// Contexts of this thread; the last is current. Never dropped: the program's own destructors may come later.

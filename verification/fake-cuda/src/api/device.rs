@@ -5,11 +5,10 @@ use crate::code::{self, Answer};
 use crate::config::{self, Config, SMS};
 use crate::memory;
 use crate::violation::broken;
-use crate::world::{INITIALIZED, begin, stack};
+use crate::world::{begin, initialize, stack};
 use cudarc::driver::sys as cu;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::atomic::Ordering;
 
 /// CUDA 13.0.
 const VERSION: c_int = 13_000;
@@ -68,7 +67,7 @@ calls! {
             }
             Ok(config) if config.visible.is_empty() => Err(code::NO_DEVICE),
             Ok(_) => {
-                INITIALIZED.store(true, Ordering::Release);
+                initialize();
                 Ok(())
             }
         }
@@ -165,6 +164,8 @@ calls! {
             1
         } else if is(A::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED) {
             c_int::from(config()?.dma_buf)
+        } else if is(A::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) {
+            c_int::from(config()?.host_pointers)
         } else if is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING) {
             if config()?.unordered { 0 } else { OWNER_SEES }
         } else if is(A::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)

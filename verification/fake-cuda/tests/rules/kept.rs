@@ -848,6 +848,74 @@ fn machines_without_files() {
     });
 }
 
+#[test]
+fn gpus_without_the_cpus_addresses() {
+    let none = [("IMMWIRE_FAKE_CUDA_NO_HOST_POINTERS", "1")];
+    run("kept::gpus_without_the_cpus_addresses", End::Kept, &none, || {
+        // Has a context current.
+        Gpu::open(0);
+        let device = immwire_cuda::Device::open(0).unwrap();
+        let memory = vec![0_u8; 4096];
+        let start = memory.as_ptr() as u64;
+        // SAFETY: the memory outlives what is refused.
+        let refused = unsafe { immwire_cuda::Pinned::new(&device, start, 4096, 4096, false) };
+        let why = refused.unwrap_err().to_string();
+        assert!(why.starts_with("GPU 0 does not use the CPU's addresses"), "{why}");
+        // It has not been pinned.
+        ok!(cuMemHostRegister_v2(start as *mut c_void, 4096, 0));
+        ok!(cuMemHostUnregister(start as *mut c_void));
+    });
+}
+
+/// Of what was pinned in one go, a part that nobody has any more stays pinned as long as somebody has another: who comes for it is told so, for by
+/// then something else may be mapped there.
+#[test]
+fn what_is_left_behind_is_not_shared() {
+    run("kept::what_is_left_behind_is_not_shared", End::Kept, &[], || {
+        const BYTES: u64 = 64 << 10;
+        let device = immwire_cuda::Device::open(0).unwrap();
+        let memory = vec![0_u8; BYTES as usize];
+        let first = memory.as_ptr() as u64;
+        let pin = |from: u64, bytes: u64| {
+            // SAFETY: the memory outlives all pins.
+            unsafe { immwire_cuda::Pinned::new(&device, first + from, bytes as usize, 4096, false) }
+        };
+        let whole = pin(0, BYTES).unwrap().unwrap();
+        let half = pin(BYTES / 2, BYTES / 2).unwrap().unwrap();
+        assert!(whole.unpin());
+        // What the other has is shared.
+        assert!(pin(BYTES / 2, 4096).unwrap().unwrap().unpin());
+        let why = pin(0, BYTES / 4).unwrap_err().why;
+        assert_eq!(why, immwire_cuda::Error::LeftBehind { address: first });
+        assert!(half.unpin());
+        assert!(pin(0, BYTES / 4).unwrap().unwrap().unpin());
+    });
+}
+
+#[test]
+fn a_forked_child_is_refused() {
+    run("kept::a_forked_child_is_refused", End::Kept, &[], || {
+        let device = immwire_cuda::Device::open(0).unwrap();
+        // SAFETY: what the child does takes no lock that another thread of the parent's may have.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let refused = [call!(cuInit(0)), call!(cuCtxPopCurrent_v2(null_mut()))];
+            let all = refused.iter().all(|&it| it == CUresult::CUDA_ERROR_NOT_INITIALIZED);
+            let why = immwire_cuda::Device::count().map_err(|why| why.to_string());
+            let is_told = why.is_err_and(|why| why.contains("forked"));
+            // SAFETY: ends this process, and does nothing else.
+            unsafe { libc::_exit(i32::from(!(all && is_told))) };
+        }
+        assert!(child > 0, "fork");
+        let mut status = -1;
+        // SAFETY: writes the one number.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        // The parent goes on.
+        device.synchronize().unwrap();
+    });
+}
+
 fn is_captured(gpu: &Gpu) -> bool {
     let mut status = cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED;
     ok!(cuStreamIsCapturing(gpu.stream, &raw mut status));
