@@ -295,7 +295,7 @@ fn a_stopped_process_is_unresponsive() {
 #[test]
 fn a_close_waits_for_nobody() {
     // What is in flight takes a good deal longer than whoever closes may be kept from running.
-    let late = [("FAKE_EFA_DELAY_US", "20000000")];
+    let late = [("FAKE_EFA_DELAY_US", "10000000")];
     alone("failures::a_close_waits_for_nobody", &late, |fake| {
         let node = Node::open(fake, fake.info());
         let (a, b) = (node.side(64), node.side(64));
