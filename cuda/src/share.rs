@@ -721,8 +721,6 @@ static SETTLED: Condvar = Condvar::new();
 
 /// How long for pages that somebody else is pinning, or unpinning: the driver does so only when GPUs are through.
 const SETTLED_WITHIN: Duration = Duration::from_secs(30);
-/// How long for pages that are pinned with what others have ([`NotNow::LeftBehind`]): these may be about to give it back.
-const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(1);
 
 fn pins() -> MutexGuard<'static, Pins> {
     PINS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -862,14 +860,15 @@ fn take(device: &Device, range: &Range<u64>, page: u64) -> Result<Taken, Error> 
             }
             continue;
         }
-        let (why, limit) = match pins.take(range, page) {
+        match pins.take(range, page) {
             Ok(taken) => return Ok(taken),
-            Err(NotNow::Busy) => (busy, SETTLED_WITHIN),
-            Err(NotNow::LeftBehind(address)) => (Error::LeftBehind { address }, GIVEN_BACK_WITHIN),
-        };
-        let left = limit.saturating_sub(start.elapsed());
+            Err(NotNow::Busy) => {}
+            // Until a caller closes a region: that is not waited for.
+            Err(NotNow::LeftBehind(address)) => return Err(Error::LeftBehind { address }),
+        }
+        let left = SETTLED_WITHIN.saturating_sub(start.elapsed());
         if left.is_zero() {
-            return Err(why);
+            return Err(busy);
         }
         drop(SETTLED.wait_timeout(pins, left).unwrap_or_else(PoisonError::into_inner));
     }

@@ -1058,7 +1058,7 @@ impl TransferEngine {
     /// registered costs a look-up.
     ///
     /// Host memory that is pinned for GPUs is pinned once, however many regions of the process overlap, and what was pinned in one go stays so as long
-    /// as one of them has any of it. Pages of it that none has had for a time are refused until then ([`immwire_cuda::Error::LeftBehind`], after a second):
+    /// as one of them has any of it. Pages of it that none has had for a time are refused until then ([`immwire_cuda::Error::LeftBehind`]):
     /// something else may be mapped there.
     ///
     /// # Safety

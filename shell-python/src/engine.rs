@@ -44,7 +44,7 @@ use crate::pages;
 use crate::peers::{Room, Up};
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
-use crate::sync::{Closing, call_back, in_callback, lock, wait};
+use crate::sync::{Closing, call_back, is_awaited, lock, wait};
 use crate::transfer::{Caller, Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
 use crate::waiting::Waiting;
@@ -102,8 +102,8 @@ impl Drop for Running {
         let Some(core) = self.0.take() else { return };
         let mut core = Some(core);
         let mut stop = || core.take().map(Stopping::begin);
-        if in_callback() {
-            // Its thread would wait for itself.
+        if is_awaited() {
+            // This thread would wait for itself.
             match stop() {
                 Some(Ok(stopping)) => stopping.leave(),
                 // What cannot be stopped here goes on.
@@ -818,8 +818,9 @@ impl TransferEngine {
     ) -> PyResult<UvmWatcher> {
         let (core, call) = (self.core()?, callable(callback)?);
         let engine = core.manner.caller.engine();
-        let job =
-            move |before: u64, now: u64| call_back(engine, &call, |call| call.call1((before, now)));
+        let job = move |before: u64, now: u64| {
+            call_back(engine, &call, |py| (before, now).into_pyobject(py))
+        };
         let watcher = py.detach(|| core.engine.alloc_uvm_watcher(job));
         watcher.map(UvmWatcher::new).map_err(|error| errors::register(&error))
     }
@@ -942,9 +943,9 @@ impl TransferEngine {
         let job = move |reached: Result<(), immwire::CountError>| {
             let engine = caller.engine();
             let told = move || {
-                call_back(engine, &call, |call| {
+                call_back(engine, &call, |py| {
                     let error = reached.err().map(|error| errors::count(&error));
-                    call.call1((error.map(|error| error.into_value(call.py())),))
+                    (error.map(|error| error.into_value(py)),).into_pyobject(py)
                 });
             };
             caller.push(Box::new(told));

@@ -111,8 +111,8 @@ impl Mailbox {
                     }
                     let engine = self.caller.engine();
                     let job = move || {
-                        call_back(engine, &call, |call| {
-                            call.call1((values::Message::new(call.py(), &message),))
+                        call_back(engine, &call, |py| {
+                            (values::Message::new(py, &message),).into_pyobject(py)
                         });
                     };
                     after.run.extend(self.caller.queue(Box::new(job)).err());

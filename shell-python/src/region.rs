@@ -28,7 +28,7 @@ use crate::buffer::{Exporter, Offer, View, exporting_class};
 use crate::errors;
 use crate::fork::Owned;
 use crate::memory::Keep;
-use crate::sync::{lock, wait};
+use crate::sync::{lock, set_awaited, wait};
 use crate::values::{MrDesc, seconds};
 use crate::waiting::warn;
 
@@ -138,6 +138,7 @@ impl Lingering {
 
     /// Lets go of what is in use no more, until the engine has stopped.
     fn serve(self: &Arc<Self>) {
+        set_awaited();
         let mut state = lock(&self.state);
         while !state.stopped {
             if state.held.is_empty() {
@@ -205,10 +206,8 @@ impl Lingering {
             state.thread.take()
         };
         self.changed.notify_one();
-        // Who stops the engine may be this thread itself, with the last that lingered: then it ends next.
-        let is_own = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
-        // It panics on nothing that a caller does.
-        let _ = thread.filter(|thread| !is_own(thread)).map(JoinHandle::join);
+        // It panics on nothing that a caller does, and waits for no engine's end, be it the last user of one.
+        let _ = thread.map(JoinHandle::join);
         // What parts remain of, or peers are writing to, stays.
         self.sweep();
     }

@@ -5,12 +5,14 @@
 //! - Of callbacks that are closing engines none waits for itself: neither for its own engine's end, nor for one that waits, by however many
 //!   other callbacks, for that.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 /// How long a blocking wait lasts before it looks whether a signal came.
 const SLICE: Duration = Duration::from_millis(100);
@@ -18,6 +20,8 @@ const SLICE: Duration = Duration::from_millis(100);
 thread_local! {
     /// The engines whose callbacks this thread is in, by number, the innermost last.
     static CALLBACKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    /// An engine's end waits for this thread.
+    static IS_AWAITED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Engines that callbacks are closing.
@@ -35,9 +39,14 @@ pub(crate) fn fresh_id() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Whether this thread runs a callback of some engine, and so must not wait for its threads.
-pub(crate) fn in_callback() -> bool {
-    CALLBACKS.with_borrow(|engines| !engines.is_empty())
+/// Whether this thread runs a callback of some engine, or belongs to one, and so must not wait for its threads.
+pub(crate) fn is_awaited() -> bool {
+    IS_AWAITED.get() || CALLBACKS.with_borrow(|engines| !engines.is_empty())
+}
+
+/// An engine's end will wait for this thread, which is one of its own.
+pub(crate) fn set_awaited() {
+    IS_AWAITED.set(true);
 }
 
 /// A callback of one engine is closing another, and so waits for that one's callbacks.
@@ -93,16 +102,47 @@ fn waits_for(closings: &[Edge], engine: u64, other: u64) -> bool {
 pub(crate) fn call_back(
     engine: u64,
     call: &Py<PyAny>,
-    run: impl for<'py> FnOnce(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    arguments: impl for<'py> FnOnce(Python<'py>) -> PyResult<Bound<'py, PyTuple>>,
 ) {
     CALLBACKS.with_borrow_mut(|engines| engines.push(engine));
     let _ = Python::try_attach(|py| {
         let call = call.bind(py);
-        if let Err(error) = run(call) {
+        if let Err(error) = arguments(py).and_then(|arguments| call_to_stay(call, &arguments)) {
             error.write_unraisable(py, Some(call));
         }
     });
     CALLBACKS.with_borrow_mut(Vec::pop);
+}
+
+/// A thread that CPython ends while it runs what was called stays here for ever instead. Before 3.14 it ends every one but the first that asks for
+/// the interpreter when that is over, by `pthread_exit`: on its way out it would drop what needs the interpreter, and bring the process down.
+fn call_to_stay<'py>(
+    call: &Bound<'py, PyAny>,
+    arguments: &Bound<'py, PyTuple>,
+) -> PyResult<Bound<'py, PyAny>> {
+    unsafe extern "C-unwind" {
+        fn PyObject_CallObject(
+            callable: *mut ffi::PyObject,
+            arguments: *mut ffi::PyObject,
+        ) -> *mut ffi::PyObject;
+    }
+    let stays = Stays;
+    // SAFETY: both are objects that are borrowed meanwhile, the second a tuple; this thread is attached.
+    let result = unsafe { PyObject_CallObject(call.as_ptr(), arguments.as_ptr()) };
+    std::mem::forget(stays);
+    // SAFETY: a reference that is ours, or null with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(call.py(), result) }
+}
+
+/// Whoever would drop it does not go on.
+struct Stays;
+
+impl Drop for Stays {
+    fn drop(&mut self) {
+        loop {
+            std::thread::park();
+        }
+    }
 }
 
 /// Calls `step` with the time it may wait, detached, until it says something or `timeout` has passed.

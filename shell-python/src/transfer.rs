@@ -374,7 +374,7 @@ impl Transfer {
         let watched = slf.get().watched.get()?;
         let (call, ended) = (call.unbind(), slf.clone().unbind());
         let engine = watched.caller.engine();
-        let job = move || call_back(engine, &call, |call| call.call1((ended,)));
+        let job = move || call_back(engine, &call, |py| (ended,).into_pyobject(py));
         watched.caller.start()?;
         lock(&watched.waiters).calls.push(Box::new(job));
         watched.arm();

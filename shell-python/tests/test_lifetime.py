@@ -474,7 +474,12 @@ a, b = immwire.TransferEngine(), immwire.TransferEngine()
 peer = a.add_peer(b.address)
 a.wait_peer_blocking(peer)
 held = queue.Queue(maxsize=1)
-b.submit_recvs(count=10, callback=held.put)
+
+def take(message):
+    held.put(message)
+    {stuck}
+
+b.submit_recvs(count=10, callback=take)
 for n in range(3):
     a.submit_send(peer=peer, data=bytes(4)).wait_blocking()
 while not held.full():
@@ -483,8 +488,9 @@ while not held.full():
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "del a, b\nsys.exit(3)"])
-def test_a_program_ends_though_a_callback_does_not(end):
-    command = [sys.executable, "-c", STUCK + end]
+@pytest.mark.parametrize("stuck", ["held.put(None)", "while True: time.sleep(0.001)", "while True: pass"])
+def test_a_program_ends_though_a_callback_does_not(stuck, end):
+    command = [sys.executable, "-c", STUCK.format(stuck=stuck) + end]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stderr) == (3, "")
 
@@ -591,7 +597,7 @@ def test_a_program_ends_as_well_while_a_thread_waits_for_a_peer(partner):
 
 
 LAST = """
-import immwire
+import contextlib, os, time, immwire
 engine = immwire.TransferEngine()
 
 class Held(bytearray):
@@ -606,6 +612,18 @@ assert not transfer.done()
 del region, memory, engine, transfer
 print("in use", flush=True)
 input()
+
+def own():
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{{thread}}/comm") as name:
+            if name.read().strip() in ("immwire-linger", "immwire-reaper"):
+                yield thread
+
+# Those that let go of memory and stop engines, of which neither waits for the other.
+until = time.monotonic() + {soon}
+while list(own()):
+    assert time.monotonic() < until, "they wait for each other"
+    time.sleep(0.01)
 """
 
 
@@ -626,7 +644,7 @@ def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine(partner
     connection = partner(left)
     process, address, desc, tag = connection.recv()
     stop(process)
-    program = LAST.format(address=address.hex(), desc=desc.hex(), tag=tag)
+    program = LAST.format(address=address.hex(), desc=desc.hex(), tag=tag, soon=4)
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as started:
         try:

@@ -65,6 +65,14 @@ use slot::{
     Queues, SlotState,
 };
 
+/// The how manieth time it is that a stopped transfer took too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Forcing {
+    First,
+    Second,
+    Later,
+}
+
 /// How long a drain deadline is at least when it is set anew: an end to waiting, not a busy loop.
 const MIN_FORCE_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -1482,8 +1490,11 @@ where
                     let until = now.after(self.config.drain);
                     active.drain = Drain::Waiting { since: now, until };
                 }
-                Drain::Waiting { since, .. } => self.force(now, index, since, false),
-                Drain::Forced { since, .. } => self.force(now, index, since, true),
+                Drain::Waiting { since, .. } => self.force(now, index, since, Forcing::First),
+                Drain::Forced { since, again: false, .. } => {
+                    self.force(now, index, since, Forcing::Second);
+                }
+                Drain::Forced { since, .. } => self.force(now, index, since, Forcing::Later),
             }
         }
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
@@ -1716,22 +1727,29 @@ where
     /// The drain took too long: abort the peers that made no progress since it began, or since the last time. If that did not
     /// do, and there are none, one path of a peer is stuck beside others: every peer of the transfer that has anything in
     /// flight. Or, of either, that one alone that all which the transfer has in flight goes to.
-    fn force(&mut self, now: Time, index: u16, since: Time, again: bool) {
+    ///
+    /// Who was cut off may take one more time to be quiet: after that it may be of another transfer that it is not.
+    fn force(&mut self, now: Time, index: u16, since: Time, time: Forcing) {
         let until = now.after(self.config.drain.max(MIN_FORCE_INTERVAL));
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         let Some(active) = slot.and_then(TransferSlot::active) else {
             return;
         };
-        active.drain = Drain::Forced { since: now, until };
-        if !self.force_peers(index, Some(since)) && again {
-            self.force_peers(index, None);
+        let again = time != Forcing::First;
+        active.drain = Drain::Forced { since: now, until, again };
+        let mut is_some = false;
+        for peer in 0..self.peers.as_ref().len() {
+            let peer = index_of(peer);
+            let is_off =
+                self.peers.as_ref().get(usize::from(peer)).is_some_and(PeerSlot::is_cut_off);
+            let counts = time != Forcing::Later || !is_off;
+            is_some |= self.force_peer(index, peer, Some(since)) && counts;
         }
-    }
-
-    /// Wants those aborted of the transfer's peers that are stuck, and tells whether there are any.
-    fn force_peers(&mut self, index: u16, since: Option<Time>) -> bool {
-        let peers = 0..self.peers.as_ref().len();
-        peers.fold(false, |some, peer| self.force_peer(index, index_of(peer), since) | some)
+        if !is_some && again {
+            for peer in 0..self.peers.as_ref().len() {
+                self.force_peer(index, index_of(peer), None);
+            }
+        }
     }
 
     /// Wants the peer aborted if the transfer goes to it and it is stuck, and tells whether it is.

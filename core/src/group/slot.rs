@@ -170,8 +170,8 @@ pub(super) enum Drain {
     /// Pieces in flight are given until `until` to complete by themselves.
     Waiting { since: Time, until: Time },
     /// Peers without progress were aborted at `since`; at `until` those are that make none, or every peer that pieces may be
-    /// in flight to.
-    Forced { since: Time, until: Time },
+    /// in flight to. `again` tells that this was so once.
+    Forced { since: Time, until: Time, again: bool },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -364,6 +364,11 @@ impl PeerSlot {
     #[must_use]
     pub const fn new() -> Self {
         Self { generation: 0, entry: None, next_dirty: NIL }
+    }
+
+    /// Whether its connection has ended: nothing more can be done that what is in flight to it ends.
+    pub(super) fn is_cut_off(&self) -> bool {
+        self.entry.as_ref().is_some_and(|entry| entry.stopped)
     }
 }
 

@@ -1930,6 +1930,59 @@ fn an_abort_is_of_who_stands_still() {
     }
 }
 
+/// A stopped scatter waits for two peers that go on. A third has taken its part, and is gone, but for what another transfer has in flight to it, which
+/// takes its time: the two are aborted for all that.
+#[test]
+fn who_is_gone_holds_up_no_abort() {
+    for gone in 0..3 {
+        let setup =
+            Setup { peers: 3, nics: 1, slots: 24, queue_depth: 64, peer_depth: 16, ..SMALL };
+        let mut world = World::new(setup);
+        let request = world.request(Kind::Scatter, 0).unwrap();
+        let scattered = submit(&mut world, request);
+        for peer in (0..3).cycle().take(15) {
+            tiny(&mut world, peer);
+        }
+        while let Some(work) = world.group.poll_work(0) {
+            world.posted.push(work);
+        }
+        let of = |work: &WorkRequest| work.token.transfer() == scattered;
+        let at = world.posted.iter().position(|work| of(work) && work.peer.index == gone).unwrap();
+        let work = world.posted.remove(at);
+        completed(&mut world, &work);
+        world.group.handle_disconnected(world.now, work.peer, DownReason::Disconnected);
+        let mut aborted = Vec::new();
+        for round in 0..4 {
+            world.now = Time::from_nanos(world.now.as_nanos() + 1);
+            for peer in (0..3).filter(|&peer| peer != gone) {
+                let moves = |work: &WorkRequest| !of(work) && work.peer.index == peer;
+                let at = world.posted.iter().position(moves).unwrap();
+                let work = world.posted.remove(at);
+                completed(&mut world, &work);
+            }
+            world.now = world.group.poll_timeout();
+            world.group.handle_timeout(world.now);
+            while let Some(event) = world.group.poll_event() {
+                match event {
+                    Event::Abort { peer } if peer.index != gone => {
+                        aborted.push((round, peer.index))
+                    }
+                    Event::Abort { .. } | Event::Ended { .. } | Event::Peer { .. } => {}
+                    Event::Disconnect { peer } => assert_eq!(peer.index, gone),
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        aborted.sort_unstable();
+        let others = (0..3).filter(|&peer| peer != gone);
+        let expected: Vec<_> = [2, 3]
+            .into_iter()
+            .flat_map(|round| others.clone().map(move |it| (round, it)))
+            .collect();
+        assert_eq!(aborted, expected, "{gone}");
+    }
+}
+
 /// Whom pieces in flight go to is known while it is one, whatever went to others before.
 #[test]
 fn a_sole_peer_is_told_from_several() {

@@ -9,15 +9,21 @@ def _again() -> list[str]:
     """How the command starts itself.
 
     Not by ``-m``, which looks for modules first where the command was called: there may be anything, files
-    that were received not least.
+    that were received not least. By the package that this is: there may be several.
     """
     package = os.path.dirname(os.path.abspath(__file__))
-    return [
-        sys.executable,
-        "-c",
-        "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
-        f"sys.path.append({os.path.dirname(package)!r}); from immwire.__main__ import main; sys.exit(main())",
+    lines = [
+        "import sys",
+        "sys.path[:1] = filter(None, sys.path[:1])",
+        "from importlib.util import module_from_spec, spec_from_file_location",
+        f"package = {package!r}",
+        "spec = spec_from_file_location('immwire', package + '/__init__.py', submodule_search_locations=[package])",
+        "sys.modules['immwire'] = module_from_spec(spec)",
+        "spec.loader.exec_module(sys.modules['immwire'])",
+        "from immwire.__main__ import main",
+        "sys.exit(main())",
     ]
+    return [sys.executable, "-c", "\n".join(lines)]
 
 
 def main() -> int:
