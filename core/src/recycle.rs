@@ -26,6 +26,8 @@
 //! 3. Only time in which we looked ([`Recycle::look`]) uses up patience: while our own thread does not run, the
 //!    answer of a peer that is well may lie there unread.
 //! 4. An answer to an earlier replacement does not count for this one.
+//! 5. Who was told of one endpoint, and then of another, and does not say which it heard of, knows neither until it
+//!    has answered ([`Told`]).
 //!
 //! The tests below enumerate three peers, and every order in which they answer, drain, fail or are late, and in
 //! which we look in time or do not.
@@ -44,6 +46,27 @@ impl Turn {
     pub const fn is_after(self, other: Self) -> bool {
         let ahead = self.0.wrapping_sub(other.0);
         ahead != 0 && ahead < 1 << 31
+    }
+}
+
+/// What a peer may have been told: the same thing was said to it several times, it has heard any one of them, and the
+/// endpoint may have been another each time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Told {
+    first_and_last: Option<(Turn, Turn)>,
+}
+
+impl Told {
+    /// It was told of this endpoint, or may have been: the present one, so that none is older than the last.
+    pub fn say(&mut self, turn: Turn) {
+        let first = self.first_and_last.map_or(turn, |(first, _)| first);
+        self.first_and_last = Some((first, turn));
+    }
+
+    /// The endpoint that it knows, whatever it has heard.
+    #[must_use]
+    pub fn surely(&self) -> Option<Turn> {
+        self.first_and_last.filter(|(first, last)| first == last).map(|(first, _)| first)
     }
 }
 
@@ -113,6 +136,13 @@ impl Recycle {
             turn if turn == old && self.is_under_way() => Some(Which::Old),
             _ => None,
         }
+    }
+
+    /// The number of no endpoint that there is, or will be for long: what a peer has moved to of which nobody knows where
+    /// it is.
+    #[must_use]
+    pub const fn nowhere(&self) -> Turn {
+        Turn(self.turn.0.wrapping_sub(2))
     }
 
     /// Whether one is under way.
@@ -245,6 +275,54 @@ mod tests {
                 assert!(!Turn(turn).is_after(after(ahead)), "{turn} and {ahead} more");
             }
         }
+    }
+
+    /// Every order of saying, replacing and closing: an endpoint is taken to be known only if it is the one that was named
+    /// each time; and who knows none is taken for late, and stays so until it answers.
+    #[test]
+    fn who_was_told_of_several_endpoints_is_written_to_from_none() {
+        const STEPS: u32 = 7;
+        let (mut surely, mut unknown, mut old) = (0, 0, 0);
+        // From where they are counted round, too.
+        for (start, history) in
+            [0, u32::MAX - 1].into_iter().flat_map(|it| (0..3_u32.pow(STEPS)).map(move |n| (it, n)))
+        {
+            let mut recycle = Recycle { turn: Turn(start), under_way: None };
+            let (mut told, mut said) = (Told::default(), HashSet::new());
+            for step in 0..STEPS {
+                match history / 3_u32.pow(step) % 3 {
+                    0 => {
+                        told.say(recycle.turn());
+                        said.insert(recycle.turn());
+                    }
+                    1 => _ = recycle.begin(Time::ZERO, PATIENCE),
+                    _ => recycle.closed(),
+                }
+                let moved = told.surely().unwrap_or(recycle.nowhere());
+                match recycle.which(moved) {
+                    Some(which) => {
+                        assert_eq!(said, HashSet::from([moved]), "{history}");
+                        old += u32::from(which == Which::Old);
+                    }
+                    None if said.len() == 1 => {
+                        assert_eq!((told.surely(), said.contains(&moved)), (Some(moved), true));
+                    }
+                    None => unknown += 1,
+                }
+                surely += u32::from(told.surely().is_some());
+                assert_eq!(told.surely().is_some(), said.len() == 1, "{history}");
+                if told.surely().is_none() {
+                    let peer = Standing { well: true, moved, in_flight: 0 };
+                    let mut later = recycle;
+                    for _ in 0..STEPS {
+                        assert_eq!((later.which(moved), later.is_late(peer)), (None, true));
+                        later.closed();
+                        later.begin(Time::ZERO, PATIENCE).unwrap();
+                    }
+                }
+            }
+        }
+        assert!(surely > 0 && unknown > 0 && old > 0, "{surely} {unknown} {old}");
     }
 
     /// Nobody who is well is cut off, whatever the order, and every replacement comes to its end.

@@ -11,6 +11,7 @@
 //!   it says.
 //! - A session is open here before its peer learns that it may write, and written to only when that has
 //!   been said.
+//! - Nor is it written to from endpoints that it may not have been told of: which it has heard of it shows by moving (`immwire_core::recycle`).
 //! - Where a device tells who wrote by the endpoint alone, an endpoint is of one session at a time (`immwire_core::origin`).
 
 use std::io;
@@ -23,7 +24,7 @@ use immwire_core::id::{EngineId, PeerId, Time};
 use immwire_core::opening::{Openings, Turns};
 use immwire_core::origin::{self, Origin, Recall};
 use immwire_core::peer::DownReason;
-use immwire_core::recycle::Turn;
+use immwire_core::recycle::{Told, Turn};
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::door::To;
@@ -50,8 +51,9 @@ struct Call {
     held: bool,
     hello: Hello,
     initiator: Nonce,
-    /// Our endpoints, as they were when we first told the peer of them.
-    turn: Option<Turn>,
+    /// Our endpoints, as they were each time that we told the peer of them. It may have heard any one of these times:
+    /// what it lets be said again it keeps nothing of.
+    told: Told,
     /// Of the challenge, once it has come.
     acceptor: Option<Nonce>,
     retry: Retry,
@@ -140,7 +142,7 @@ impl LibfabricProvider {
             held,
             hello: hello.clone(),
             initiator,
-            turn: None,
+            told: Told::default(),
             acceptor: None,
             retry: Retry::start(self.now),
             uptake: Uptake::default(),
@@ -227,7 +229,7 @@ impl LibfabricProvider {
         let turn = self.recycle.turn();
         let Some(call) = self.handshakes.calls.get_mut(at) else { return };
         if shown.is_some() {
-            call.turn.get_or_insert(turn);
+            call.told.say(turn);
         }
         let message = match shown {
             None => Message::Call { nonce: call.initiator, target: call.target, door },
@@ -528,7 +530,8 @@ impl LibfabricProvider {
         }
         let call = self.take_call(nonce)?;
         let (token, door) = (call.token, &call.door);
-        let turn = call.turn.unwrap_or_default();
+        // If it may know other ones than these, it is to say first that it has moved.
+        let turn = call.told.surely().unwrap_or(self.recycle.nowhere());
         let opened = self.open_session(peer, token, &claim, door, *nonce, turn);
         self.let_go(&call);
         let moves = turn != self.recycle.turn();
@@ -539,7 +542,7 @@ impl LibfabricProvider {
                     // What it says else was checked as it was read.
                     session.gone.expect(claim.gone);
                     session.says.ready = true;
-                    // Our endpoints were replaced meanwhile.
+                    // Our endpoints were replaced meanwhile, or as we called.
                     session.says.moves = moves;
                 }
                 self.urgent = true;
@@ -600,7 +603,7 @@ impl LibfabricProvider {
         origin::judge(self.now, claim.hello.engine(), holders.map(|session| session.as_holder()))
     }
 
-    /// Makes an open session. The peer was told of our endpoints when `turn` was their number.
+    /// Makes an open session. The peer knows our endpoints as they were when `turn` was their number; none, if there are none of it.
     fn open_session(
         &mut self,
         peer: PeerId,

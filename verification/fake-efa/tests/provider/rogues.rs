@@ -328,9 +328,63 @@ pub fn who_is_ready_has_said_where_it_is() {
     assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
 }
 
+/// Who may not know the endpoints that there are is not written to from them, whichever of them it was told of.
+pub fn who_was_told_of_older_endpoints_is_not_lost() {
+    who_knows_neither_the_old_nor_the_next();
+    who_has_heard_of_the_next_alone();
+}
+
+/// Endpoints are replaced while a call is repeated: who is called has kept nothing of what was said first, and answers when it hears of the next
+/// ones. The old ones are open still, and it was never told of them.
+fn who_has_heard_of_the_next_alone() {
+    let configure = builder(1).peers(4).liveness(silent()).drain(Duration::from_millis(1));
+    let mut host = Side::new(configure);
+    let engine = host.engine.clone();
+    let (mut stays, mut rogue) = (Rogue::new(), Rogue::new());
+    // It never says that it has moved: until it is given up, what it was told of first stays open.
+    let claim = claimed(&stays, &[address(&stays.port)], 0);
+    stays.call(&mut host, &claim).unwrap();
+    let slow = *engine.peers().first().expect("a peer");
+    let stopped = Other::start();
+    let peer = host.driver.add_peer(&stopped.address).unwrap();
+    let up = || (engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
+    until(&mut host, "up", up);
+    let _stuck = stop(&mut host, &stopped, peer);
+    let called = Called::new(&mut rogue, &mut host);
+    engine.remove_peer(peer);
+    let next = Turn(called.theirs.turn.0 + 1);
+    let again = rogue.hear(
+        "a proof that names the next endpoints",
+        || _ = host.driver.poll(),
+        |message| match message {
+            Message::Prove { claim, .. } => {
+                Claim::decode(claim).ok().filter(|claim| claim.turn == next)
+            }
+            _ => None,
+        },
+    );
+    rogue.port.insert(again.ports[0].as_slice().try_into().unwrap());
+    called.accept(&mut rogue);
+    let (turn, ports) = Called::moves(&mut rogue, &mut host);
+    assert_eq!((turn, ports), (next, again.ports.to_vec()));
+    let tag = engine.counter().unwrap().tag();
+    let transfer = engine.submit_imm(called.peer, tag, 1).unwrap();
+    poll_for(&mut host, Duration::from_millis(100));
+    assert!(engine.peers().contains(&slow), "the old endpoints are closed already");
+    assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
+    assert_eq!(
+        transfer.poll_end(),
+        None,
+        "it was written to from an endpoint that it was not told of"
+    );
+    called.has_moved(&mut rogue, turn);
+    assert_eq!(until(&mut host, "written", || transfer.poll_end()), End::Done);
+    assert_eq!(engine.peer_state(called.peer), Some(PeerState::Up));
+}
+
 /// Endpoints are replaced twice while the answer to a call is on its way: once before it comes, and once more before it is answered where the
 /// next ones are. Who has answered was never told of those that are replaced then, and is not written to from there.
-pub fn who_was_told_of_older_endpoints_is_not_lost() {
+fn who_knows_neither_the_old_nor_the_next() {
     let mut host = Side::new(builder(1).liveness(silent()).drain(Duration::from_millis(1)));
     let engine = host.engine.clone();
     let others = [Other::start(), Other::start()];
@@ -375,29 +429,35 @@ pub fn an_older_move_does_not_count() {
     let accepted = rogue.call(&mut host, &claim).unwrap();
     let engine = host.engine.clone();
     let peer = *engine.peers().first().expect("a peer");
-    let (last, older) = (rogue.another_port(), rogue.another_port());
+    let [last, older, next] = std::array::from_fn(|_| rogue.another_port());
     insert(&last, &accepted);
-    let mut moved = Vec::new();
-    // Counted round.
-    for (turn, port) in [(0, &last), (u32::MAX, &older)] {
+    let moves = |turn, port| {
         let ports = std::iter::once(address(port)).collect();
-        rogue.say(&host, &accepted, Said::Move { turn: Turn(turn), ports });
-        let start = Instant::now();
-        while start.elapsed() < Duration::from_millis(100) {
-            host.driver.poll();
-            rogue.step();
-            while let Some(heard) = rogue.heard.pop_front() {
-                if let Ok(Message::Session { say: Said::Moved { turn, .. }, .. }) =
-                    Message::decode(&heard)
-                {
-                    moved.push(turn);
-                }
-            }
-        }
+        Said::Move { turn: Turn(turn), ports }
+    };
+    let moved = |rogue: &mut Rogue, host: &mut Side| {
+        let moved = |message: &Message<'_>| match message {
+            Message::Session { say: Said::Moved { turn, .. }, .. } => Some(*turn),
+            _ => None,
+        };
+        rogue.hear("moved", || _ = host.driver.poll(), moved)
+    };
+    rogue.say(&host, &accepted, moves(0, &last));
+    assert_eq!(moved(&mut rogue, &mut host), Turn(0));
+    // Counted round. More often than it has messages under way: most have come when the last one is sent.
+    for _ in 0..100 {
+        rogue.say(&host, &accepted, moves(u32::MAX, &older));
     }
-    assert_eq!(moved, [Turn(0)]);
+    // And each step hears some dozens.
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_millis(5));
+        host.driver.poll();
+    }
     let transfer = engine.submit_imm(peer, engine.counter().unwrap().tag(), 1).unwrap();
     assert_eq!(until(&mut host, "written", || transfer.poll_end()), End::Done);
+    // What was said before it has been heard: it answers to none but the next.
+    rogue.say(&host, &accepted, moves(1, &next));
+    assert_eq!(moved(&mut rogue, &mut host), Turn(1));
     assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
 }
 
