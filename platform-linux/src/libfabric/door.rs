@@ -1,9 +1,10 @@
 //! The endpoint that takes messages from anybody: where an engine is reached, and what keeps sessions up.
 //!
 //! It carries no writes, and is never replaced, so its address is the engine's. It has a domain to itself, in which no key is
-//! valid that peers have: who writes to it all the same is refused by its device. (Not yet in libfabric 2.1.0, whose domains of
-//! one EFA device share a protection domain.) Knows buffers and who they go to; what the bytes mean is
-//! `immwire_core::datagram`'s.
+//! valid that peers have: who writes to it all the same is refused by its device. That keeps its queue where the device checks the key
+//! of a write without bytes, too, and leaves nothing of a refused one in the target's queue; it was tried over the model only. (Not yet
+//! in libfabric 2.1.0, whose domains of one EFA device share a protection domain.) Knows buffers and who they go to; what the bytes mean
+//! is `immwire_core::datagram`'s.
 //!
 //! # Invariants
 //!

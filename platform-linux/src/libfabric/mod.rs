@@ -565,7 +565,8 @@ impl LibfabricProvider {
             memory.adopt(nic, lane.endpoint.domain())?;
             ports.push(Port { lane, old: None, device: Arc::clone(device), domain });
         }
-        // In a domain of its own everywhere: no key that peers have is valid there, so that nobody's writes fill its queue.
+        // In a domain of its own everywhere: no key that peers have is valid there, so that nobody's writes fill its queue, where the device
+        // checks keys of writes without bytes and leaves nothing of refused ones there. Tried over the model only.
         let door = Door::open(&Domain::open(first)?, peers, facts.connects)?;
         let limits = |port: &Port| NicLimits {
             // A device carries several at a time, whatever their length; and its acknowledgement does not say
