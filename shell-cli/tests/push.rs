@@ -13,7 +13,7 @@ use immwire_cli::push::message::{Assembler, FromReceiver, Have, VERSION, fragmen
 use rustix::process::Signal;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
 use support::{Listening, ended, immwire, noise, run, signal, status, text, until};
@@ -142,20 +142,37 @@ fn broken_off<R>(
     fs::write(from, noise(9, BIG)).unwrap();
     let (whole, partial) = (to.join("big"), to.join("big.immwire-partial"));
     let before = fs::read(&whole).ok();
-    for _ in 0..5 {
-        let receiver = receiver();
-        if let Some(sender) = begun(&[from], &partial, &receiver) {
-            let left = cut(receiver, sender);
-            if partial.exists() {
-                return left;
-            }
-        }
+    let remove = |path: &Path| match fs::remove_file(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        removed => removed.unwrap(),
+    };
+    one_of_several(|| {
+        remove(&partial);
         match &before {
             Some(bytes) => fs::write(&whole, bytes).unwrap(),
-            None => fs::remove_file(&whole).unwrap(),
+            None => remove(&whole),
         }
-    }
-    panic!("it ends before it can be broken off");
+        cut_off(&[from], &partial, receiver(), &cut)
+    })
+}
+
+/// The first of some tries that comes to something.
+fn one_of_several<R>(mut attempt: impl FnMut() -> Option<R>) -> R {
+    (0..5).find_map(|_| attempt()).expect("it ends before it can be broken off")
+}
+
+/// A push of a big file, among others, that is cut once some of it has arrived, in `partial`; nothing, and nobody there any more, if all had
+/// come before that could be done, be it that it had no name yet.
+fn cut_off<R>(
+    paths: &[&Path],
+    partial: &Path,
+    receiver: Listening,
+    cut: impl FnOnce(Listening, std::process::Child) -> R,
+) -> Option<R> {
+    let sender = begun(paths, partial, &receiver)?;
+    let left = cut(receiver, sender);
+    let is_part = fs::metadata(partial).is_ok_and(|metadata| metadata.len() < BIG as u64);
+    is_part.then_some(left)
 }
 
 /// A push to `receiver` of which some has arrived, in `partial`; nothing if it was over before that was seen.
@@ -244,7 +261,7 @@ fn a_push_that_replaces_a_file_of_the_same_size_goes_on_after_a_kill() {
 
 #[test]
 fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
-    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let from = tempfile::tempdir().unwrap();
     let (tree, old) = (from.path().join("tree"), from.path().join("old"));
     let folders =
         [("tree", 0o751), ("tree/open", 0o777), ("tree/open/deep", 0o750), ("tree/secret", 0o700)];
@@ -261,18 +278,24 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
         let past = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds(number));
         fs::File::open(&path).unwrap().set_modified(past).unwrap();
     }
-    let mode = |path: &str| fs::metadata(to.path().join(path)).unwrap().mode() & 0o7777;
-    let set = |path: &str, mode| {
-        fs::set_permissions(to.path().join(path), fs::Permissions::from_mode(mode)).unwrap();
+    let set = |path: PathBuf, mode| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
     };
-    fs::create_dir(to.path().join("old")).unwrap();
-    set("old", 0o705);
-
-    let receiver = Listening::receiver(to.path());
-    let sender = begun(&[&tree, &old], &to.path().join("tree/big.immwire-partial"), &receiver);
-    let sender = sender.expect("it is not over yet");
-    drop(receiver);
-    assert_eq!(ended(sender).status.code(), Some(1));
+    // To a place of its own each time: which folders were there before is what this is about.
+    let (to, sent) = one_of_several(|| {
+        let to = tempfile::tempdir().unwrap();
+        fs::create_dir(to.path().join("old")).unwrap();
+        set(to.path().join("old"), 0o705);
+        let (partial, receiver) =
+            (to.path().join("tree/big.immwire-partial"), Listening::receiver(to.path()));
+        let sent = cut_off(&[&tree, &old], &partial, receiver, |receiver, sender| {
+            drop(receiver);
+            ended(sender)
+        });
+        Some((to, sent?))
+    });
+    let mode = |path: &str| fs::metadata(to.path().join(path)).unwrap().mode() & 0o7777;
+    assert_eq!(sent.status.code(), Some(1));
     assert_eq!(mode("tree/secret") & 0o77, 0, "nobody else sees what arrives");
     let receiver = Listening::receiver(to.path());
     let sent = push(&[&tree, &old], &receiver.address);
@@ -284,7 +307,7 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
     }
     assert_eq!(mode("old"), 0o705, "it was there before");
     // Now they all were.
-    set("tree/open", 0o705);
+    set(to.path().join("tree/open"), 0o705);
     assert!(push(&[&tree, &old], &receiver.address).status.success());
     assert_eq!(mode("tree/open"), 0o705);
 }
