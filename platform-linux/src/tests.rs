@@ -6,6 +6,7 @@ use std::future::Future;
 use std::os::unix::ffi::OsStrExt;
 use std::pin::pin;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
@@ -877,18 +878,22 @@ fn an_engine_that_is_polled_seldom_is_heard() {
     assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
 }
 
-/// Who calls an engine that is polled a few times a second is answered, and so is its first write.
+/// Who calls an engine that is polled a few times a second is answered, and so is its first write: after so many polls, however late they are.
 #[test]
 fn an_engine_that_is_polled_seldom_is_met() {
+    const POLLS: u32 = 20;
     let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
     let dst = engine.alloc(64).unwrap();
     let (address, desc) = (engine.address().clone(), dst.desc());
     let (over, is_over) = mpsc::channel::<()>();
+    let polled = Arc::new(AtomicU32::new(0));
+    let polls = Arc::clone(&polled);
     let other = std::thread::spawn(move || {
         let _over = over;
         let other = TransferEngine::builder().build().unwrap();
         let peer = other.add_peer(&address).unwrap();
         other.wait_peer(peer, Duration::from_secs(3)).unwrap();
+        let before = polls.load(Relaxed);
         let src = other.alloc(64).unwrap();
         let write = SingleWrite {
             peer,
@@ -900,11 +905,14 @@ fn an_engine_that_is_polled_seldom_is_met() {
             imm: None,
         };
         let transfer = other.submit_single_write(&write).unwrap();
-        assert_eq!(transfer.wait(Duration::from_secs(5)), Ok(End::Done));
+        assert_eq!(transfer.wait(LONG), Ok(End::Done));
+        let needed = polls.load(Relaxed) - before;
+        assert!(needed <= POLLS, "{needed} polls");
     });
     while is_over.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
         std::thread::sleep(Duration::from_millis(50));
         driver.poll();
+        polled.fetch_add(1, Relaxed);
     }
     other.join().unwrap();
 }

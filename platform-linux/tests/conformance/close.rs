@@ -1,6 +1,6 @@
 //! Taking memory back while peers write to it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire::CloseError;
 
@@ -15,6 +15,9 @@ pub const TESTS: &[Test] = &[
     ("drop_under_writes", Spread::Places, drop_under_writes),
 ];
 
+/// Within it a region is closed that a peer writes to, unless somebody is kept from running.
+const SOON: Duration = Duration::from_secs(1);
+
 /// A peer writes without end; once the region is closed, it does not, and its writes fail.
 fn close_under_writes(case: &Case) {
     for &(foreign, own) in case.facts().ways {
@@ -22,10 +25,12 @@ fn close_under_writes(case: &Case) {
         let mut other = case.bare_agent("flooding");
         let address = other.build(&Setup { foreign, ..case.setup(case.nics.1) });
         let peer = me.peer(&address);
+        let mut least = Duration::MAX;
         for round in 0..5 {
             // A region of its own for each round; in the space of the last one, if that is ours.
             let mine = me.memory(1 << 20, own);
             flood(&me, &mut other, &mine);
+            let start = Instant::now();
             let patience = Duration::from_secs(5);
             let closed = match own {
                 Own::Engine => me.close(mine.region, patience).map(|()| None),
@@ -33,6 +38,7 @@ fn close_under_writes(case: &Case) {
                 Own::Test => me.reclaim(mine, patience).map(Some),
             };
             let again = closed.unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
+            least = least.min(start.elapsed());
             if let Some(again) = again {
                 still(&me, &again);
             }
@@ -42,6 +48,7 @@ fn close_under_writes(case: &Case) {
             eprintln!("    {foreign:?} {round}: {writes} writes, then {failed}");
             assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
         }
+        assert!(least < SOON, "{foreign:?}: {least:?} at least");
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes that tell where they are.
 fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
@@ -725,8 +725,14 @@ fn calls_that_wait_for_the_gpu_are_counted() {
             ok!(cuCtxPushCurrent_v2(context as cu::CUcontext));
             ok!(cuMemFree_v2(memory));
         });
+        let start = Instant::now();
         while kept_waiting() == 0 {
             assert!(!freeing.is_finished(), "it has not waited");
+            if start.elapsed() > PATIENCE {
+                // So that the call ends, and with it the process.
+                word.store(1, Ordering::Release);
+                panic!("it is not told that a call waits");
+            }
             std::thread::yield_now();
         }
         assert_eq!(kept_waiting(), 1);
