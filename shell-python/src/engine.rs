@@ -44,7 +44,7 @@ use crate::pages;
 use crate::peers::{Room, Up};
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
-use crate::sync::{Closing, call_back, is_awaited, lock, wait};
+use crate::sync::{Closing, call_back, is_awaited, is_engines, lock, wait};
 use crate::transfer::{Caller, Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
 use crate::waiting::Waiting;
@@ -1138,8 +1138,8 @@ impl TransferEngine {
         let engine = self.manner.peek().caller.engine();
         let _closing = Closing::begin(engine).map_err(errors::in_callback)?;
         let Some(core) = lock(&handle.core).take() else { return Ok(()) };
-        if Using::is_here(engine) {
-            // The last one stops it: that call, or another thread's.
+        if Using::is_here(engine) || is_engines() {
+            // The last one stops it: that call, or another thread's. Or nobody waits: an engine's end may wait for this thread.
             py.detach(|| drop(core));
             return Ok(());
         }

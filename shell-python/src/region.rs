@@ -206,8 +206,10 @@ impl Lingering {
             state.thread.take()
         };
         self.changed.notify_one();
-        // It panics on nothing that a caller does, and waits for no engine's end, be it the last user of one.
-        let _ = thread.map(JoinHandle::join);
+        // Where no other could be had this thread stops the engine itself, with the last that lingered: then it ends next.
+        let is_own = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
+        // It panics on nothing that a caller does, and waits for no engine's end.
+        let _ = thread.filter(|thread| !is_own(thread)).map(JoinHandle::join);
         // What parts remain of, or peers are writing to, stays.
         self.sweep();
     }

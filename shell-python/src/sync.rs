@@ -16,6 +16,8 @@ use pyo3::types::PyTuple;
 
 /// How long a blocking wait lasts before it looks whether a signal came.
 const SLICE: Duration = Duration::from_millis(100);
+/// The interpreter says that it is over a moment after it has begun to end threads.
+const ENDS_WITHIN: Duration = Duration::from_secs(1);
 
 thread_local! {
     /// The engines whose callbacks this thread is in, by number, the innermost last.
@@ -42,6 +44,11 @@ pub(crate) fn fresh_id() -> u64 {
 /// Whether this thread runs a callback of some engine, or belongs to one, and so must not wait for its threads.
 pub(crate) fn is_awaited() -> bool {
     IS_AWAITED.get() || CALLBACKS.with_borrow(|engines| !engines.is_empty())
+}
+
+/// Whether this thread belongs to an engine.
+pub(crate) fn is_engines() -> bool {
+    IS_AWAITED.get()
 }
 
 /// An engine's end will wait for this thread, which is one of its own.
@@ -107,31 +114,41 @@ pub(crate) fn call_back(
     CALLBACKS.with_borrow_mut(|engines| engines.push(engine));
     let _ = Python::try_attach(|py| {
         let call = call.bind(py);
-        if let Err(error) = arguments(py).and_then(|arguments| call_to_stay(call, &arguments)) {
-            error.write_unraisable(py, Some(call));
+        match arguments(py) {
+            Ok(arguments) => call_to_stay(call, arguments),
+            Err(error) => error.write_unraisable(py, Some(call)),
         }
     });
     CALLBACKS.with_borrow_mut(Vec::pop);
 }
 
-/// A thread that CPython ends while it runs what was called stays here for ever instead. Before 3.14 it ends every one but the first that asks for
-/// the interpreter when that is over, by `pthread_exit`: on its way out it would drop what needs the interpreter, and bring the process down.
-fn call_to_stay<'py>(
-    call: &Bound<'py, PyAny>,
-    arguments: &Bound<'py, PyTuple>,
-) -> PyResult<Bound<'py, PyAny>> {
+/// Calls it; what it raises goes to `sys.unraisablehook`. A thread that CPython ends meanwhile stays here for ever instead: before 3.14 it ends, by
+/// `pthread_exit`, every one that asks for the interpreter when that is over. On its way out it would drop what needs the interpreter, and bring the
+/// process down.
+fn call_to_stay(call: &Bound<'_, PyAny>, arguments: Bound<'_, PyTuple>) {
+    // As the bindings declare them but for that.
     unsafe extern "C-unwind" {
         fn PyObject_CallObject(
             callable: *mut ffi::PyObject,
             arguments: *mut ffi::PyObject,
         ) -> *mut ffi::PyObject;
+        fn PyErr_WriteUnraisable(object: *mut ffi::PyObject);
+        fn Py_DecRef(object: *mut ffi::PyObject);
     }
+    let (call, arguments) = (call.as_ptr(), arguments.into_ptr());
     let stays = Stays;
-    // SAFETY: both are objects that are borrowed meanwhile, the second a tuple; this thread is attached.
-    let result = unsafe { PyObject_CallObject(call.as_ptr(), arguments.as_ptr()) };
+    // SAFETY: this thread is attached. `call` is borrowed meanwhile; the reference to the tuple is ours, and goes here. So is that to the result; where
+    // it is null an exception is set, which is taken.
+    unsafe {
+        let result = PyObject_CallObject(call, arguments);
+        if result.is_null() {
+            PyErr_WriteUnraisable(call);
+        } else {
+            Py_DecRef(result);
+        }
+        Py_DecRef(arguments);
+    }
     std::mem::forget(stays);
-    // SAFETY: a reference that is ours, or null with an exception set.
-    unsafe { Bound::from_owned_ptr_or_err(call.py(), result) }
 }
 
 /// Whoever would drop it does not go on.
@@ -139,8 +156,18 @@ struct Stays;
 
 impl Drop for Stays {
     fn drop(&mut self) {
+        let from = Instant::now();
         loop {
-            std::thread::park();
+            // SAFETY: may be asked at any time, by any thread.
+            let goes_on = unsafe { ffi::Py_IsInitialized() } != 0;
+            if goes_on && from.elapsed() > ENDS_WITHIN {
+                // It is not CPython that ends it: with the interpreter held, all would stand still.
+                eprintln!(
+                    "immwire: a callback ends its thread, or throws what is no Python exception"
+                );
+                std::process::abort();
+            }
+            std::thread::sleep(SLICE);
         }
     }
 }

@@ -475,6 +475,15 @@ peer = a.add_peer(b.address)
 a.wait_peer_blocking(peer)
 held = queue.Queue(maxsize=1)
 
+def stay(*_):
+    while True:
+        time.sleep(0.001)
+
+class Stuck:
+    __del__ = stay
+
+sys.unraisablehook = stay
+
 def take(message):
     held.put(message)
     {stuck}
@@ -487,12 +496,23 @@ while not held.full():
 """
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "del a, b\nsys.exit(3)"])
-@pytest.mark.parametrize("stuck", ["held.put(None)", "while True: time.sleep(0.001)", "while True: pass"])
-def test_a_program_ends_though_a_callback_does_not(stuck, end):
-    command = [sys.executable, "-c", STUCK.format(stuck=stuck) + end]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert (ended.returncode, ended.stderr) == (3, "")
+def test_a_program_ends_though_a_callback_does_not():
+    stuck = ["held.put(None)", "while True: pass", "stay()", "raise ValueError", "return Stuck()"]
+    ends = [(how, "sys.exit(3)") for how in stuck] + [(stuck[0], "del a, b\nsys.exit(3)")]
+    programs = [STUCK.format(stuck=how) + end for how, end in ends]
+    # Most of their time is waiting.
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+        for program in programs
+    ]
+    try:
+        for end, program in zip(ends, started, strict=True):
+            _, errors = program.communicate(timeout=2 * PATIENCE)
+            assert (program.returncode, errors) == (3, ""), end
+    finally:
+        for program in started:
+            program.kill()
+            program.wait()
 
 
 def test_ctrl_c_ends_a_close_that_waits_for_a_callback(pair):
@@ -530,6 +550,25 @@ def test_ctrl_c_ends_a_close_that_waits_for_a_callback(pair):
         time.sleep(0.01)
     assert len(came) == 1
     pair.receiver.close()
+
+
+THROWING = """
+import ctypes, time, immwire
+a, b = immwire.TransferEngine(), immwire.TransferEngine()
+peer = a.add_peer(b.address)
+a.wait_peer_blocking(peer)
+# The interpreter is held meanwhile.
+b.submit_recvs(count=1, callback=lambda message: ctypes.PyDLL(None).pthread_exit(None))
+a.submit_send(peer=peer, data=bytes(4)).wait_blocking()
+time.sleep(60)
+"""
+
+
+def test_a_callback_that_ends_its_thread_ends_the_program_with_a_word():
+    command = [sys.executable, "-c", THROWING]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode == -signal.SIGABRT
+    assert "a callback ends its thread" in ended.stderr
 
 
 INSIDE = """
@@ -601,7 +640,7 @@ import contextlib, os, time, immwire
 engine = immwire.TransferEngine()
 
 class Held(bytearray):
-    pass
+    {end}
 
 memory = Held(1 << 20)
 memory.engine = engine
@@ -640,11 +679,12 @@ def left(connection):
         connection.recv()
 
 
-def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine(partner):
+@pytest.mark.parametrize("end", ["pass", "def __del__(self): self.engine.close()"])
+def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine(end, partner):
     connection = partner(left)
     process, address, desc, tag = connection.recv()
     stop(process)
-    program = LAST.format(address=address.hex(), desc=desc.hex(), tag=tag, soon=4)
+    program = LAST.format(address=address.hex(), desc=desc.hex(), tag=tag, soon=4, end=end)
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as started:
         try:

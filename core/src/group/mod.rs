@@ -65,13 +65,9 @@ use slot::{
     Queues, SlotState,
 };
 
-/// The how manieth time it is that a stopped transfer took too long.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Forcing {
-    First,
-    Second,
-    Later,
-}
+/// How long a transport may take to report what was in flight to a peer that was cut off, as a rule: one that replaces an endpoint for that waits two
+/// seconds for each of the others, and may be at another replacement before.
+const CUT_OFF_WITHIN: Duration = Duration::from_secs(5);
 
 /// How long a drain deadline is at least when it is set anew: an end to waiting, not a busy loop.
 const MIN_FORCE_INTERVAL: Duration = Duration::from_millis(1);
@@ -1490,11 +1486,8 @@ where
                     let until = now.after(self.config.drain);
                     active.drain = Drain::Waiting { since: now, until };
                 }
-                Drain::Waiting { since, .. } => self.force(now, index, since, Forcing::First),
-                Drain::Forced { since, again: false, .. } => {
-                    self.force(now, index, since, Forcing::Second);
-                }
-                Drain::Forced { since, .. } => self.force(now, index, since, Forcing::Later),
+                Drain::Waiting { since, .. } => self.force(now, index, since, None),
+                Drain::Forced { since, began, .. } => self.force(now, index, since, Some(began)),
             }
         }
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
@@ -1728,24 +1721,25 @@ where
     /// do, and there are none, one path of a peer is stuck beside others: every peer of the transfer that has anything in
     /// flight. Or, of either, that one alone that all which the transfer has in flight goes to.
     ///
-    /// Who was cut off may take one more time to be quiet: after that it may be of another transfer that it is not.
-    fn force(&mut self, now: Time, index: u16, since: Time, time: Forcing) {
+    /// Who is cut off makes no progress until all that was in flight to it is reported. If that takes long, it is of another transfer, and waits for
+    /// something else ([`CUT_OFF_WITHIN`]): it is none of those then. `began` is when the drain first took too long, if it has before.
+    fn force(&mut self, now: Time, index: u16, since: Time, began: Option<Time>) {
         let until = now.after(self.config.drain.max(MIN_FORCE_INTERVAL));
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         let Some(active) = slot.and_then(TransferSlot::active) else {
             return;
         };
-        let again = time != Forcing::First;
-        active.drain = Drain::Forced { since: now, until, again };
+        active.drain = Drain::Forced { since: now, until, began: began.unwrap_or(now) };
+        let is_long = began.is_some_and(|began| began.after(CUT_OFF_WITHIN) <= now);
         let mut is_some = false;
         for peer in 0..self.peers.as_ref().len() {
             let peer = index_of(peer);
             let is_off =
                 self.peers.as_ref().get(usize::from(peer)).is_some_and(PeerSlot::is_cut_off);
-            let counts = time != Forcing::Later || !is_off;
+            let counts = !(is_long && is_off);
             is_some |= self.force_peer(index, peer, Some(since)) && counts;
         }
-        if !is_some && again {
+        if !is_some && began.is_some() {
             for peer in 0..self.peers.as_ref().len() {
                 self.force_peer(index, index_of(peer), None);
             }

@@ -170,8 +170,8 @@ pub(super) enum Drain {
     /// Pieces in flight are given until `until` to complete by themselves.
     Waiting { since: Time, until: Time },
     /// Peers without progress were aborted at `since`; at `until` those are that make none, or every peer that pieces may be
-    /// in flight to. `again` tells that this was so once.
-    Forced { since: Time, until: Time, again: bool },
+    /// in flight to. `began` is when the first were.
+    Forced { since: Time, until: Time, began: Time },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

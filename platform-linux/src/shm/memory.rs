@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Error, Found, NotPinned, Pinned, SharedMemory, Stream, Uuid};
+use immwire_cuda::{Found, NotPinned, Pinned, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 
 use super::copy::copy;
@@ -585,9 +585,6 @@ impl ShmMemory {
     }
 }
 
-/// Addresses that are tried for memory that GPUs reach.
-const PLACES: usize = 8;
-
 /// Memory that peers can map. A forked child has it, too: its user may have views of it there.
 fn map_file(bytes: usize) -> Result<(OwnedFd, Mapping), RegisterError> {
     if bytes == 0 {
@@ -601,23 +598,14 @@ fn map_file(bytes: usize) -> Result<(OwnedFd, Mapping), RegisterError> {
 
 impl Memory for ShmMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
-        // Addresses where the driver has other pages pinned still are kept until there are some where it has none.
-        let mut elsewhere = Vec::new();
-        loop {
-            let (file, mapping) = map_file(bytes)?;
-            // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
-            match unsafe { self.pin(mapping.base(), bytes, Rights::REMOTE_WRITE) } {
-                Ok(pinned) => return self.insert_file(file, mapping, bytes, pinned),
-                Err(NotPinned { why: Error::LeftBehind { .. }, left: None })
-                    if elsewhere.len() < PLACES =>
-                {
-                    elsewhere.push(mapping);
-                }
-                Err(NotPinned { why, left }) => {
-                    let (file, mapping) = (Arc::new(file), Reachable::new(left, mapping));
-                    self.part_with_and_wait(Backing::File { file, mapping });
-                    return Err(RegisterError::Gpu(why));
-                }
+        let (file, mapping) = map_file(bytes)?;
+        // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
+        match unsafe { self.pin(mapping.base(), bytes, Rights::REMOTE_WRITE) } {
+            Ok(pinned) => self.insert_file(file, mapping, bytes, pinned),
+            Err(NotPinned { why, left }) => {
+                let (file, mapping) = (Arc::new(file), Reachable::new(left, mapping));
+                self.part_with_and_wait(Backing::File { file, mapping });
+                Err(RegisterError::Gpu(why))
             }
         }
     }
