@@ -559,6 +559,7 @@ pub fn nobody_writes_to_a_door() {
     let mut rogue = Rogue::new();
     let claim = claimed(&rogue, &[address(&rogue.port)], 0);
     let accepted = rogue.call(&mut pair.there, &claim).unwrap();
+    insert(&rogue.port, &accepted);
     let arrived = rogue.knock(&pair.there, &accepted, imms(&counter, WRITES));
     pair.write_both_ways(4, &[1, 4096]);
     assert_eq!((arrived, counter.available()), (0, 0));
