@@ -4,10 +4,6 @@
 //! other until it is answered, and then by the one that was. Knows neither what is said, nor when; what a door is, the
 //! platform says.
 //!
-//! Where a door is, may have to be looked up first: a pair *waits* then, nothing is said by it, and the call goes on to the next all the same. Each
-//! lookup keeps those of other calls waiting, for long where nobody is. So a call has few under way, and says what it has to say by the first pair of
-//! which the address is found, whichever pair's turn it is by then.
-//!
 //! ```text
 //!   ours 2, theirs 3:   0-0  1-1  0-2  1-0  0-1  1-2 │ 0-0  1-1 ..
 //!                       └── each door once ──┘
@@ -18,18 +14,12 @@
 //! 1. Of all pairs each comes once, before any comes again.
 //! 2. The first pairs, as many as the end with more doors has, use each door of both ends; no door is used a second time
 //!    while its end has one that was not. So what is lost of either end costs a call one pair for each.
-//! 3. No more than [`LOOKUPS`] pairs of a call wait at a time, but for one that it was answered by.
-//! 4. A pair that waits has its turn at once when its address is found; once each time that it has waited.
 //!
 //! The tests below go through all numbers of doors.
 
 use heapless::Vec;
 
 use crate::id::MAX_NICS;
-use crate::resolve::Reach;
-
-/// Pairs of a call whose addresses are looked up at a time. One that nobody has takes a second: two, so that it does not keep the call that long.
-pub const LOOKUPS: u32 = 2;
 
 /// The pairs of doors of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -37,8 +27,6 @@ pub struct Ways<D> {
     ours: u8,
     theirs: Vec<D, MAX_NICS>,
     turn: u16,
-    /// The pairs that wait, a bit for each.
-    waiting: u64,
 }
 
 impl<D: PartialEq> Ways<D> {
@@ -54,7 +42,7 @@ impl<D: PartialEq> Ways<D> {
         }
         let ours = u8::try_from(ours).ok()?;
         let some = (1..=MAX_NICS).contains(&ours.into()) && !all.is_empty();
-        some.then_some(Self { ours, theirs: all, turn: 0, waiting: 0 })
+        some.then_some(Self { ours, theirs: all, turn: 0 })
     }
 
     /// The doors of the other end.
@@ -75,64 +63,20 @@ impl<D: PartialEq> Ways<D> {
         self.go_on(0, may);
     }
 
-    /// Goes on to the next pair that may be of use; stays there if none other may, or while [`LOOKUPS`] wait. Whether there are doors that no pair had
+    /// Goes on to the next pair that may be of use; stays there if none other may. Whether there are doors that no pair had
     /// before this one: what has not been tried need not be waited for as long. O(pairs).
     pub fn advance(&mut self, may: impl Fn(usize, &D) -> bool) -> bool {
-        if self.waiting.count_ones() >= LOOKUPS {
-            return false;
-        }
         let before = self.turn;
         self.go_on(1, may);
         let doors = usize::from(self.ours).max(self.theirs.len());
         self.turn != before && usize::from(self.turn) < doors
     }
 
-    /// Whether the pair whose turn it is waits: what is to be said is not said by it, until its address is known.
-    pub fn say(&mut self, waits: bool) {
-        let bit = self.bit(self.turn);
-        self.waiting = if waits { self.waiting | bit } else { self.waiting & !bit };
-    }
-
-    /// Whether the pair whose turn it is waits.
-    #[must_use]
-    pub fn waits(&self) -> bool {
-        self.waiting & self.bit(self.turn) > 0
-    }
-
-    /// Addresses were looked up. If one is found that a pair has waited for, it is that pair's turn; whether it is. Those that were not found are not
-    /// waited for any more. O(pairs).
-    pub fn resume(&mut self, reach: impl Fn(usize, &D) -> Reach) -> bool {
-        let first = self.turn.saturating_sub(self.turn % self.pairs());
-        let mut found = None;
-        for turn in first..first.saturating_add(self.pairs()) {
-            let (ours, theirs) = self.at(turn);
-            let Some(theirs) =
-                self.theirs.get(theirs).filter(|_| self.waiting & self.bit(turn) > 0)
-            else {
-                continue;
-            };
-            match reach(ours, theirs) {
-                Reach::Waits => {}
-                Reach::Reached if found.is_some() => {} // The next time, if this one is not answered.
-                Reach::Reached => found = Some(turn),
-                Reach::Lost | Reach::NoRoute | Reach::Full => self.waiting &= !self.bit(turn),
-            }
-        }
-        if let Some(turn) = found {
-            self.turn = turn;
-            self.say(false);
-        }
-        found.is_some()
-    }
-
-    /// An answer came by these two: they are used from now on, and no other is waited for. O(pairs).
+    /// An answer came by these two: they are used from now on. O(pairs).
     pub fn choose(&mut self, ours: usize, theirs: &D) {
         let found = self.theirs.iter().position(|door| door == theirs);
         let turn =
             (0..self.pairs()).find(|&turn| Some(self.at(turn)) == found.map(|it| (ours, it)));
-        if turn.is_some() {
-            self.waiting = 0;
-        }
         // Of a later round: nothing that comes after it is new.
         self.turn = turn.map_or(self.turn, |turn| turn.saturating_add(self.pairs()));
     }
@@ -147,10 +91,6 @@ impl<D: PartialEq> Ways<D> {
         // So that it never overflows, and never is of the first round again.
         let round = self.pairs();
         self.turn = if turn < round.saturating_mul(2) { turn } else { turn.wrapping_sub(round) };
-    }
-
-    fn bit(&self, turn: u16) -> u64 {
-        1_u64.unbounded_shl((turn % self.pairs()).into())
     }
 
     /// All pairs: 64 at most.
@@ -173,7 +113,6 @@ impl<D: PartialEq> Ways<D> {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
-    use std::vec;
     use std::vec::Vec;
 
     use super::*;
@@ -265,105 +204,6 @@ mod tests {
                 assert_eq!(ways, before);
             }
         }
-    }
-
-    /// What is known of a pair's address. A lookup was begun, or was answered, at that tick.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    enum Address {
-        Unknown,
-        UnderWay(usize),
-        Found,
-        Lost(usize),
-    }
-
-    /// Ticks, of a call that is repeated with each: how long a lookup takes that nobody answers, and how long it is not made again.
-    const LOOKUP: usize = 20;
-
-    /// A call that nobody answers, by pairs of which `good` says which have an address, which is found after so many ticks: when each pair was first
-    /// said by.
-    fn said(ours: usize, theirs: u8, good: u32, after: usize) -> Vec<Option<usize>> {
-        let pairs = ours * usize::from(theirs);
-        let place = |at: usize, door: u8| at * usize::from(theirs) + usize::from(door);
-        let mut ways = Ways::new(ours, 0..theirs).unwrap();
-        let mut known = vec![Address::Unknown; pairs];
-        let mut first = vec![None; pairs];
-        for tick in 0..(pairs + 2) * LOOKUP {
-            let mut is_said = tick == 0;
-            let mut any = false;
-            for (at, address) in known.iter_mut().enumerate() {
-                let is_good = good >> at & 1 == 1;
-                if let Address::UnderWay(since) = *address
-                    && tick - since >= if is_good { after } else { LOOKUP }
-                {
-                    *address = if is_good { Address::Found } else { Address::Lost(tick) };
-                    any = true;
-                }
-            }
-            let reach = |at: usize, door: &u8| match known[place(at, *door)] {
-                Address::Found => Reach::Reached,
-                Address::UnderWay(_) => Reach::Waits,
-                Address::Unknown | Address::Lost(_) => Reach::Lost,
-            };
-            is_said |= any && ways.resume(reach);
-            if !is_said {
-                ways.advance(|_, _| true);
-            }
-            let (at, &door) = ways.pair().unwrap();
-            let address = &mut known[place(at, door)];
-            match *address {
-                Address::Unknown => *address = Address::UnderWay(tick),
-                Address::Lost(since) if tick - since >= LOOKUP => {
-                    *address = Address::UnderWay(tick)
-                }
-                _ => {}
-            }
-            ways.say(matches!(address, Address::UnderWay(_)));
-            if *address == Address::Found {
-                first[place(at, door)].get_or_insert(tick);
-            }
-            let under_way = known.iter().filter(|it| matches!(it, Address::UnderWay(_)));
-            assert!(under_way.count() <= LOOKUPS as usize, "tick {tick}");
-        }
-        first
-    }
-
-    /// Up to three doors at each end, and all ways in which their pairs lead somewhere or nowhere: each address that is found is used, and the first soon.
-    #[test]
-    fn a_call_has_few_addresses_looked_up_and_uses_each_that_is_found() {
-        for (ours, theirs) in (1..=3).flat_map(|ours| (1..=3).map(move |theirs| (ours, theirs))) {
-            let pairs = ours * usize::from(theirs);
-            for (good, after) in
-                (0..1 << pairs).flat_map(|good| [1, 2, LOOKUP - 1].map(|after| (good, after)))
-            {
-                let found = said(ours, theirs, good, after);
-                for (at, tick) in found.iter().enumerate() {
-                    assert_eq!(tick.is_some(), good >> at & 1 == 1, "{good:b} of {ours}, {theirs}");
-                }
-                // As many as lead nowhere were waited for, two at a time.
-                let bad = pairs - found.iter().flatten().count();
-                let most = (bad / 2) * (LOOKUP + 2) + pairs + after;
-                let soon = found.iter().flatten().min().is_none_or(|&tick| tick <= most);
-                assert!(soon, "{found:?}, {good:b} of {ours}, {theirs}: {most}");
-            }
-        }
-    }
-
-    /// Two pairs wait, and no other is asked for, until either is found. An answer ends that.
-    #[test]
-    fn two_wait_and_what_is_found_has_its_turn() {
-        let mut ways = Ways::new(4, 0..4_u8).unwrap();
-        ways.say(true);
-        assert!(ways.advance(|_, _| true));
-        ways.say(true);
-        assert!(!ways.advance(|_, _| true));
-        assert_eq!(ways.pair(), Some((1, &1)), "it stays");
-        assert!(!ways.resume(|_, _| Reach::Waits) && ways.waits());
-        assert!(ways.resume(|at, _| if at == 0 { Reach::Reached } else { Reach::Waits }));
-        assert_eq!((ways.pair(), ways.waits()), (Some((0, &0)), false));
-        // Whatever is found of the others, the call stays with the pair that was answered.
-        ways.choose(2, &2);
-        assert!(!ways.resume(|_, _| Reach::Reached));
-        assert_eq!(ways.pair(), Some((2, &2)));
     }
 
     #[test]

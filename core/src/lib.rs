@@ -22,7 +22,6 @@
 //! | [`courier`], [`mod@line`] | notes over lines that break and are made anew |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
 //! | [`resolve`] | which addresses are looked up, and how long the answers count |
-//! | [`doors`], [`patience`] | by which doors a call goes, and for how long |
 //! | [`life`], [`parting`] | how far a session over queue pairs is, and how it ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`], [`device`] | which NICs belong to which GPU, and which ports of a device are NICs |
@@ -69,7 +68,6 @@ pub mod note;
 pub mod opening;
 pub mod origin;
 pub mod parting;
-pub mod patience;
 pub mod peer;
 pub mod plan;
 pub mod pool;

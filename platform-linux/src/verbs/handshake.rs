@@ -13,8 +13,7 @@
 //!
 //! Each device has a door. A call goes from one of ours to one of theirs, and by another pair each time that it is
 //! repeated, until it is answered (`immwire_core::doors`); answers go by the door that was asked, to the one that the
-//! question names. A challenge is good for the door that it was sent to. A call whose word waits for an address has not been made: that uses up no
-//! patience (`immwire_core::patience`), and as soon as any of its addresses is found, it is said there.
+//! question names. A challenge is good for the door that it was sent to.
 //!
 //! # Invariants
 //!
@@ -36,7 +35,6 @@ use immwire_core::doors::Ways;
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
-use immwire_core::patience::Patience;
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Queue, Stand, reaches};
 use immwire_core::pulse::Watch;
@@ -82,8 +80,10 @@ struct Call {
     /// By door of ours, once a challenge has come to it: the nonce in it.
     acceptors: [Option<Nonce>; MAX_NICS],
     retry: Retry,
-    /// It is given up if nothing more is heard.
-    patience: Patience,
+    /// When it is given up if nothing more is heard.
+    until: Time,
+    /// What is to be said next waits for the address.
+    waits: bool,
     /// Its answer has waited for addresses.
     put_off: bool,
 }
@@ -91,20 +91,13 @@ struct Call {
 impl Call {
     /// When something is next to be done.
     fn due(&self) -> Time {
-        self.retry.due().min(self.patience.due())
+        self.retry.due().min(self.until)
     }
 
     /// The one who is called is there.
     fn heard(&mut self, now: Time) {
         self.retry = Retry::start(now);
-        self.patience = Patience::start(now, UNANSWERED);
-    }
-
-    /// What was to be said was sent, or waits for the address.
-    fn said(&mut self, now: Time, sent: Sent) {
-        let waits = sent == Sent::Waits;
-        self.ways.say(waits);
-        self.patience.wait(now, waits);
+        self.until = now.after(UNANSWERED);
     }
 
     /// The peer may have opened its side.
@@ -151,11 +144,6 @@ impl Handshakes {
     /// When a call is to be repeated.
     pub(super) fn next_deadline(&self) -> Time {
         self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
-    }
-
-    /// We look again, for the first time since `before`.
-    pub(super) fn look(&mut self, before: Time, now: Time) {
-        self.calls.iter_mut().for_each(|call| call.patience.look(before, now));
     }
 
     /// Gives all calls up.
@@ -238,7 +226,8 @@ impl VerbsProvider {
             initiator,
             acceptors: [None; MAX_NICS],
             retry: Retry::start(self.now),
-            patience: Patience::start(self.now, UNANSWERED),
+            until: self.now.after(UNANSWERED),
+            waits: false,
             put_off: false,
         };
         self.handshakes.calls.push(call);
@@ -287,14 +276,8 @@ impl VerbsProvider {
     pub(super) fn resume<S: Sink>(&mut self, sink: &mut S) {
         let now = self.now;
         for at in 0..self.handshakes.calls.len() {
-            let reach = |ours: usize, theirs: &Place| {
-                let nic = self.doors.nic(ours);
-                nic.map_or(Reach::NoRoute, |nic| self.resolver.known(nic, &theirs.port))
-            };
             let Some(call) = self.handshakes.calls.get_mut(at) else { break };
-            let is_found = call.ways.resume(reach);
-            // Also where its address was not found: that is no reason to wait any more.
-            if is_found || (call.patience.is_waiting() && !call.ways.waits()) {
+            if std::mem::take(&mut call.waits) {
                 call.retry = Retry::start(now);
                 self.say_call(at);
             }
@@ -328,7 +311,7 @@ impl VerbsProvider {
         let mut at = 0;
         // Not an iterator: a call that is given up leaves the list.
         while let Some(call) = self.handshakes.calls.get_mut(at) {
-            if now >= call.patience.due() {
+            if now >= call.until {
                 let peer = call.peer;
                 self.fail_call(peer, DownReason::NeverAnswered, sink);
                 continue;
@@ -341,7 +324,7 @@ impl VerbsProvider {
         }
     }
 
-    /// A call was not answered, or not made: what is said next goes by another pair of doors, if there is one.
+    /// A call was not answered: what is said next goes by another pair of doors, if there is one.
     fn try_another(&mut self, at: usize) {
         let Some(mut ways) = self.handshakes.calls.get(at).map(|call| call.ways.clone()) else {
             return;
@@ -365,7 +348,7 @@ impl VerbsProvider {
             let message = Message::Call { nonce: call.initiator, target: call.target, door: own };
             let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
             if let Some(call) = self.handshakes.calls.get_mut(at) {
-                call.said(self.now, sent);
+                call.waits = sent == Sent::Waits;
             }
             return;
         };
@@ -379,7 +362,7 @@ impl VerbsProvider {
         let message = Message::Prove { nonces, door: own, proof: *proof.as_bytes(), claim };
         let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
         if let Some(call) = self.handshakes.calls.get_mut(at) {
-            call.said(self.now, sent);
+            call.waits = sent == Sent::Waits;
         }
     }
 

@@ -143,7 +143,6 @@ use immwire_core::imm::Imm;
 use immwire_core::life::Notice;
 use immwire_core::note::LANES;
 use immwire_core::parting::Draining;
-use immwire_core::patience::BLINK;
 use immwire_core::peer::DownReason;
 use immwire_core::pulse::patience;
 use immwire_core::shelf::{Lengths, Needs, Room, SHELVES_MAX};
@@ -684,8 +683,6 @@ pub struct VerbsProvider {
     grant: u16,
     /// Batches of completions read before a queue pair is destroyed: as many as a queue may have, for what is not read by then is lost.
     last_rounds: usize,
-    /// When it was polled last, or when it was to be woken if it sleeps.
-    looked: Time,
     /// When all that can wait was looked at last.
     tended: Time,
     /// Something is to be done beside the way of data.
@@ -792,7 +789,6 @@ impl VerbsProvider {
                 .unwrap_or(usize::MAX)
                 / BATCH
                 + 1,
-            looked: Time::ZERO,
             tended: Time::ZERO,
             urgent: true,
             woken: true,
@@ -1300,16 +1296,9 @@ impl Provider for VerbsProvider {
 
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         self.now = self.now.max(now);
-        let before = std::mem::replace(&mut self.looked, self.now);
-        // While nobody looked, answers may have come: nothing is taken for stuck, or for silent, before all of them are read.
-        let is_late = self.now.since(before) >= BLINK;
-        let rounds = if is_late { self.last_rounds } else { ROUNDS };
         let mut any = false;
         for at in 0..self.ports.len() {
-            any |= self.poll_nic(at, rounds, sink);
-        }
-        if is_late {
-            self.handshakes.look(before, self.now);
+            any |= self.poll_nic(at, ROUNDS, sink);
         }
         if self.urgent || self.now.since(self.tended) >= UPKEEP_EVERY {
             any |= self.upkeep(sink);
@@ -1441,7 +1430,6 @@ impl Provider for VerbsProvider {
             may_sleep &= armed && port.read() && port.stash.is_empty();
         }
         if may_sleep {
-            self.looked = self.now.after(nap);
             self.set_timer(nap.max(Duration::from_micros(1)));
         }
         may_sleep

@@ -45,7 +45,6 @@ const KNOWN_FOR: Duration = Duration::from_secs(10);
 const LIMITS: Limits = Limits {
     at_once: AT_ONCE,
     strangers_at_once: AT_ONCE / 2,
-    strangers_first: AT_ONCE / 4,
     strangers_waiting: 128,
     // Less than a call lasts: who comes up meanwhile is found.
     rest: Duration::from_secs(1),
@@ -214,17 +213,6 @@ impl Resolver {
         self.hand_out(now);
         // What it was is better than nothing.
         self.table.last(key).map_or(waits, Way::Known)
-    }
-
-    /// Whether there is a way from the door of a NIC's device to a port, as far as is known: nothing is looked up for that.
-    pub(super) fn known(&self, nic: usize, there: &Port) -> Reach {
-        match self.key(nic, there) {
-            None => Reach::NoRoute,
-            // What it was is better than nothing.
-            Some((key, _)) if self.table.last(key).is_some() => Reach::Reached,
-            Some((key, _)) if self.table.is_awaited(key) => Reach::Waits,
-            Some(_) => Reach::Lost,
-        }
     }
 
     /// Whether a queue pair of this NIC can be connected to a port, without waiting for the kernel.
