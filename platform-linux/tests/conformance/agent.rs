@@ -825,8 +825,8 @@ fn load_and_drop(setup: &Setup) -> Say {
         from.engine.submit_single_write(&write).expect("submit")
     };
     from.done(&write(1));
-    // Far more than can be written before the engines are told to stop, on a busy machine too.
-    let transfers: Vec<_> = (0..60).map(|_| write(size)).collect();
+    // Far more than can be written before the engines are told to stop, though who is to tell them be kept from running meanwhile.
+    let transfers: Vec<_> = (0..800).map(|_| write(size)).collect();
     drop(to);
     drop(from);
     let last = transfers.last().and_then(immwire::Transfer::poll_end);

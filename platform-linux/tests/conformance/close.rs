@@ -7,6 +7,7 @@ use immwire::CloseError;
 use crate::agent::{Ask, Say};
 use crate::ends::{flood, still};
 use crate::host::{Own, Setup, patience};
+use crate::stalls::Stalls;
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -15,17 +16,17 @@ pub const TESTS: &[Test] = &[
     ("drop_under_writes", Spread::Places, drop_under_writes),
 ];
 
-/// Within it a region is closed that a peer writes to, unless somebody is kept from running.
+/// Within it a region is closed that a peer writes to, while processors run.
 const SOON: Duration = Duration::from_secs(1);
 
 /// A peer writes without end; once the region is closed, it does not, and its writes fail.
 fn close_under_writes(case: &Case) {
+    let stalls = Stalls::watch();
     for &(foreign, own) in case.facts().ways {
         let me = case.me();
         let mut other = case.bare_agent("flooding");
         let address = other.build(&Setup { foreign, ..case.setup(case.nics.1) });
         let peer = me.peer(&address);
-        let mut least = Duration::MAX;
         for round in 0..5 {
             // A region of its own for each round; in the space of the last one, if that is ours.
             let mine = me.memory(1 << 20, own);
@@ -38,7 +39,7 @@ fn close_under_writes(case: &Case) {
                 Own::Test => me.reclaim(mine, patience).map(Some),
             };
             let again = closed.unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
-            least = least.min(start.elapsed());
+            assert_eq!(stalls.beyond(start, SOON), None, "{foreign:?} {round}");
             if let Some(again) = again {
                 still(&me, &again);
             }
@@ -46,9 +47,8 @@ fn close_under_writes(case: &Case) {
             let failed = other.flood_failed(&me);
             let writes = other.number(&me, Ask::Stop);
             eprintln!("    {foreign:?} {round}: {writes} writes, then {failed}");
-            assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
+            assert_eq!(me.stands(peer), Some(immwire::PeerState::Up), "{foreign:?}");
         }
-        assert!(least < SOON, "{foreign:?}: {least:?} at least");
     }
 }
 
@@ -73,7 +73,7 @@ fn drop_under_writes(case: &Case) {
             other.flood_failed(&me);
             assert!(matches!(other.ask(&me, Ask::Stop), Say::Number(_)));
         }
-        assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
+        assert_eq!(me.stands(peer), Some(immwire::PeerState::Up), "{foreign:?}");
         let (counter, tag) = other.counter(&me);
         let transfer = me.engine.submit_imm(peer, tag, 1).expect("submit");
         assert_eq!(me.end_within(&transfer, patience()), Some(immwire::End::Done));

@@ -24,6 +24,11 @@ pub fn patience() -> Duration {
     Duration::from_secs(if is_emulated() { 60 } else { 20 })
 }
 
+/// The same in milliseconds, for an agent.
+pub fn patience_ms() -> u64 {
+    u64::try_from(patience().as_millis()).expect("small")
+}
+
 /// Whether all this runs on processors that are emulated.
 pub fn is_emulated() -> bool {
     static EMULATED: OnceLock<bool> = OnceLock::new();
@@ -190,6 +195,13 @@ impl Host {
             Some(driver) => driver.borrow_mut().wait_peer(peer, patience()),
         };
         up.map(|()| peer).map_err(|error| error.to_string())
+    }
+
+    /// How the peer stands: where it was silent for a while, once it is known why. Who was kept from running is up again as soon as it is heard.
+    pub fn stands(&self, peer: PeerId) -> Option<PeerState> {
+        let suspect = Some(PeerState::Suspect);
+        let state = || Some(self.engine.peer_state(peer)).filter(|state| *state != suspect);
+        self.until(patience(), state).unwrap_or(suspect)
     }
 
     /// Waits until the peer is down; returns how it stands after at most `limit`.

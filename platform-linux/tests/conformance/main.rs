@@ -43,6 +43,7 @@ mod sizes;
 mod slots;
 mod spans;
 mod staged;
+mod stalls;
 mod stranger;
 mod trust;
 
