@@ -378,7 +378,7 @@ fn run(case: &Case, fault: Fault, op: Op) {
         let (submitted, done) = (work.submitted[at], work.done[at]);
         let more = there.agent.number(&work.me, Ask::Available { counter: there.counter });
         assert!(done > 0 && more <= submitted - done, "{more} more than {done} of {submitted}");
-        let state = work.me.engine.peer_state(there.peer);
+        let state = work.me.stands(there.peer);
         assert!(state == Some(PeerState::Up) || fault == Fault::Jitter, "{state:?}");
     }
     let (done, ended_else) = (&work.done, work.ended_else);

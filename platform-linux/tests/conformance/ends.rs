@@ -18,6 +18,7 @@ use rustix::process::Signal;
 use crate::agent::{Agent, Ask, Write1, encode, plain};
 use crate::host::{Host, Memory, Own, Setup, first_other, names, patience, poison};
 use crate::operations::only_peer;
+use crate::stalls::Stalls;
 use crate::{Case, Place, Spread, Test, Way, foreign};
 
 pub const TESTS: &[Test] = &[
@@ -47,6 +48,8 @@ const CANARY: u8 = 0xdd;
 /// Bytes of both regions.
 const SIZE: u64 = 1 << 20;
 const PAGE: u64 = 4096;
+/// So many long transfers take seconds, on the fastest machine too; they have turns, so that none is done long before the last.
+const MANY: usize = 100;
 /// How long something that must not happen is waited for.
 const WATCH: Duration = Duration::from_millis(25);
 
@@ -71,12 +74,7 @@ struct Scene {
 }
 
 impl Scene {
-    fn new(case: &Case, way: Way) -> Self {
-        Self::longer(case, way, 1)
-    }
-
-    /// Its long transfer has so many times the pages.
-    fn longer(case: &Case, (way, own): Way, times: u32) -> Self {
+    fn new(case: &Case, (way, own): Way) -> Self {
         let (me, mut other, peer) = foreign::pair(case, way);
         let src = me.memory(SIZE, Own::Engine);
         let (there, desc) = other.memory(&me, SIZE, own);
@@ -84,8 +82,7 @@ impl Scene {
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: EMPTY });
         let pages = u32::try_from(SIZE / PAGE).expect("small");
         let list = |by| {
-            let count = times * case.facts().pages_for_a_while;
-            (0..count).map(|i| i % pages * by % pages).collect::<Vec<_>>()
+            (0..case.facts().pages_for_a_while).map(|i| i % pages * by % pages).collect::<Vec<_>>()
         };
         let lists = (list(7).into(), list(11).into());
         Self { own, lists, me, other, peer, src, there, desc }
@@ -105,13 +102,15 @@ impl Scene {
         })
     }
 
-    /// Waits until some of it has been written, or all.
-    fn under_way(&self, transfer: &Transfer) {
+    /// As many of them as an engine does not get done while whoever is to catch them is kept from running.
+    fn many(&self) -> Vec<Transfer> {
+        (0..MANY).map(|_| self.long(&self.me.engine).expect("submit")).collect()
+    }
+
+    /// Waits until some of them has been written.
+    fn under_way(&self) {
         let before = self.me.engine.stats().completed;
-        let moved = || {
-            let some = self.me.engine.stats().completed > before + 64;
-            (some || transfer.poll_end().is_some()).then_some(())
-        };
+        let moved = || (self.me.engine.stats().completed > before + 64).then_some(());
         assert!(self.me.until(patience(), moved).is_some(), "{:?}", self.me.engine.stats());
     }
 
@@ -175,34 +174,21 @@ fn after_done(case: &Case, way: Way) {
     scene.check(Quiet::Now);
 }
 
-/// Makes attempts, with longer and longer transfers, until one says that it has caught them on their way. Whoever is to catch them may be kept from running
-/// until they are done.
-fn until_caught(case: &Case, way: Way, attempt: impl Fn(Scene) -> bool) {
-    let start = Instant::now();
-    let mut times = 1;
-    while !attempt(Scene::longer(case, way, times)) {
-        assert!(start.elapsed() < patience(), "not caught on its way");
-        times = (2 * times).min(8);
-    }
-}
-
 fn after_cancel(case: &Case, way: Way) {
     use immwire::core::group::TransferError::Cancelled;
-    until_caught(case, way, |scene| {
-        let transfer = scene.long(&scene.me.engine).expect("submit");
-        scene.under_way(&transfer);
-        transfer.cancel();
-        let asked = Instant::now();
-        let end = scene.me.end(&transfer);
-        assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
-        let caught = end != End::Done;
-        if caught {
-            assert!(matches!(end, End::Quiesced { .. }), "{end:?}");
-            assert!(is_stopped(end, |error| *error == Cancelled), "{end:?}");
-        }
-        scene.check(Quiet::Now);
-        caught
-    });
+    let scene = Scene::new(case, way);
+    let transfers = scene.many();
+    scene.under_way();
+    let (stalls, asked) = (Stalls::watch(), Instant::now());
+    transfers.iter().for_each(Transfer::cancel);
+    let ends: Vec<_> = transfers.iter().map(|transfer| scene.me.end(transfer)).collect();
+    assert_eq!(stalls.beyond(asked, Duration::from_secs(2)), None);
+    // Who had no turn yet has never started; some are done, where we were kept from running.
+    let cancelled = |end: &End| is_stopped(*end, |error| *error == Cancelled);
+    assert!(ends.iter().all(|end| *end == End::Done || cancelled(end)), "{ends:?}");
+    let caught = |end: &End| matches!(end, End::Quiesced { .. });
+    assert!(ends.iter().any(caught), "{ends:?}: not caught on their way");
+    scene.check(Quiet::Now);
 }
 
 fn after_deadline(case: &Case, way: Way) {
@@ -226,31 +212,30 @@ fn after_deadline(case: &Case, way: Way) {
 }
 
 fn after_remove(case: &Case, way: Way) {
-    until_caught(case, way, |scene| {
-        let transfers = [(); 3].map(|()| scene.long(&scene.me.engine).expect("submit"));
-        scene.under_way(&transfers[0]);
-        scene.me.engine.remove_peer(scene.peer);
-        let gone = scene.peer;
-        let ends = transfers.each_ref().map(|transfer| scene.me.end(transfer));
-        let right = ends.iter().all(|end| *end == End::Done || names(*end, gone));
-        assert!(right, "{ends:?}");
-        scene.check(Quiet::of(case));
-        !ends.contains(&End::Done)
-    });
+    let scene = Scene::new(case, way);
+    let transfers = scene.many();
+    scene.under_way();
+    scene.me.engine.remove_peer(scene.peer);
+    let gone = scene.peer;
+    let ends: Vec<_> = transfers.iter().map(|transfer| scene.me.end(transfer)).collect();
+    assert!(ends.iter().all(|end| *end == End::Done || names(*end, gone)), "{ends:?}");
+    let is_caught = ends.last().is_some_and(|end| *end != End::Done);
+    assert!(is_caught, "{ends:?}: not caught on their way");
+    scene.check(Quiet::of(case));
 }
 
 fn after_shutdown(case: &Case, way: Way) {
-    until_caught(case, way, |scene| {
-        let transfers = [(); 3].map(|()| scene.long(&scene.me.engine).expect("submit"));
-        scene.under_way(&transfers[0]);
-        let Scene { own, me, mut other, src, there, .. } = scene;
-        drop(me);
-        let end = |transfer: &Transfer| transfer.poll_end().expect("ended with its engine");
-        let ends = transfers.each_ref().map(end);
-        poison(&src, 0, SIZE, NEW);
-        check(&case.me(), &mut other, there, Quiet::of(case), own);
-        !ends.contains(&End::Done)
-    });
+    let scene = Scene::new(case, way);
+    let transfers = scene.many();
+    scene.under_way();
+    let Scene { own, me, mut other, src, there, .. } = scene;
+    drop(me);
+    let end = |transfer: &Transfer| transfer.poll_end().expect("ended with its engine");
+    let ends: Vec<_> = transfers.iter().map(end).collect();
+    let is_caught = ends.last().is_some_and(|end| *end != End::Done);
+    assert!(is_caught, "{ends:?}: not caught on their way");
+    poison(&src, 0, SIZE, NEW);
+    check(&case.me(), &mut other, there, Quiet::of(case), own);
 }
 
 fn never_started(case: &Case, way: Way) {
@@ -277,15 +262,23 @@ fn after_kill(case: &Case, (way, own): Way) {
     let mine = me.memory(SIZE, own);
     flood(&me, &mut other, &mine);
     other.signal(Signal::KILL);
-    let state = me.peer_down(peer, case.soon());
+    let (stalls, killed) = (Stalls::watch(), Instant::now());
+    let state = me.peer_down(peer, patience());
     assert!(matches!(state, Some(immwire::PeerState::Down(_))), "{state:?}");
+    assert_eq!(stalls.beyond(killed, case.soon()), None);
     if Quiet::of(case) == Quiet::Now {
         still(&me, &mine);
     }
+    let asked = Instant::now();
+    let at_once = || assert_eq!(stalls.beyond(asked, Duration::from_secs(1)), None);
     match own {
-        Own::Engine => me.close(mine.region, Duration::from_secs(1)).expect("nobody writes"),
+        Own::Engine => {
+            me.close(mine.region, patience()).expect("nobody writes");
+            at_once();
+        }
         Own::Test => {
-            let mine = me.reclaim(mine, Duration::from_secs(1)).expect("nobody writes");
+            let mine = me.reclaim(mine, patience()).expect("nobody writes");
+            at_once();
             still(&me, &mine);
         }
     }

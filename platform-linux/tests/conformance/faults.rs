@@ -16,8 +16,11 @@ use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::ends::flood;
-use crate::host::{Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience};
+use crate::host::{
+    Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience, patience_ms,
+};
 use crate::operations::{only_peer, write};
+use crate::stalls::Stalls;
 use crate::{Case, Spread, Test, foreign, life};
 
 pub const TESTS: &[Test] = &[
@@ -60,8 +63,10 @@ pub const NOT_WRITTEN_WHILE_STOPPED: &[Test] = &[
 pub const WITH_SEVERAL_NICS: &[Test] =
     &[("nics_fail_and_return", Spread::Places, nics_fail_and_return)];
 
-/// What has not moved for so long does not, but for heartbeats, which are no more than so many meanwhile.
+/// What has not moved for so long, in which an engine has served others so often, does not; but for heartbeats, which are no more than so many
+/// meanwhile.
 const STILL: Duration = Duration::from_millis(500);
+const BEATS: u32 = 20;
 const HEARTBEATS: u64 = 4;
 
 /// How soon others are served, and waits end.
@@ -75,6 +80,7 @@ struct Third {
     desc: MrDesc,
     src: Memory,
     rounds: u64,
+    stalls: Stalls,
 }
 
 impl Third {
@@ -83,7 +89,7 @@ impl Third {
         let peer = me.peer(&address);
         let src = me.memory(300_000, Own::Engine);
         let (there, desc) = agent.memory(me, 300_000, Own::Engine);
-        Self { agent, peer, there, desc, src, rounds: 0 }
+        Self { agent, peer, there, desc, src, rounds: 0, stalls: Stalls::watch() }
     }
 
     /// Bytes, counts, and the way back.
@@ -95,7 +101,7 @@ impl Third {
         let start = Instant::now();
         let transfer = write(me, self.peer, &self.src, &self.desc, (0, 0, 300_000), Some(tag));
         me.done(&transfer);
-        assert!(start.elapsed() < SOON, "the third engine waited {:?}", start.elapsed());
+        self.is_soon(start, "the third engine is served");
         self.agent.count(me, counter, 1);
         self.agent.check(me, self.there, 0, 300_000, pattern);
         let back = only_peer(me, &mut self.agent);
@@ -112,6 +118,18 @@ impl Third {
         self.agent.post(Ask::Write(write));
         me.count(&mine, 1, patience()).expect("the way back");
         self.agent.answer(Some(me));
+    }
+
+    /// What has just come to be did not take long from then on.
+    fn is_soon(&self, start: Instant, what: &str) {
+        assert_eq!(self.stalls.beyond(start, SOON), None, "{what}");
+    }
+
+    /// Nobody writes to this memory of ours any more, or will: it is given back soon.
+    fn is_given_back(&self, me: &Host, mine: Memory) {
+        let start = Instant::now();
+        me.close(mine.region, patience()).expect("nobody writes");
+        self.is_soon(start, "it is given back");
     }
 }
 
@@ -138,15 +156,17 @@ fn pages(
 
 /// How transfers to a peer end that was killed just now: soon, with its name; and it is down.
 fn ends_of_the_dead(case: &Case, me: &Host, peer: PeerId, transfers: &[Transfer]) -> Vec<End> {
-    let killed = Instant::now();
-    let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
-    let ends: Vec<_> = ends.collect();
+    let (stalls, killed) = (Stalls::watch(), Instant::now());
+    let ends: Vec<_> = transfers.iter().map(|it| me.end(it)).collect();
+    let late = stalls.beyond(killed, case.soon());
     // GPUs may have been through with some: they ask nobody for room.
     let may_be_done = |end| case.facts().has_gpus && end == End::Done;
     assert!(ends.iter().all(|&end| names(end, peer) || may_be_done(end)), "{ends:?}");
-    assert!(killed.elapsed() < case.soon(), "took {:?}", killed.elapsed());
-    let state = me.peer_down(peer, case.soon());
+    assert_eq!(late, None, "ended");
+    let ended = Instant::now();
+    let state = me.peer_down(peer, patience());
     assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+    assert_eq!(stalls.beyond(ended, case.soon()), None, "down");
     ends
 }
 
@@ -193,7 +213,7 @@ fn forked_peer_killed(case: &Case) {
         other.signal(Signal::KILL);
         let ends = ends_of_the_dead(case, &me, peer, &transfers);
         assert!(ends.iter().any(|&end| names(end, peer)), "{way:?}: too late");
-        me.close(mine.region, SOON).expect("nobody writes");
+        third.is_given_back(&me, mine);
         third.is_served(&me);
     }
 }
@@ -219,15 +239,19 @@ fn full_receiver_killed(case: &Case) {
     let transfers: Vec<_> = (0..5)
         .map(|_| pages(&me, peer, &src, &desc, case.facts().pages_for_a_while, Some(tag), None))
         .collect();
-    let (mut completed, mut since) = (0, Instant::now());
-    let stands_still = me.until(patience(), || {
+    // The engine goes on: it serves the third. If it has room for more, that moves as well.
+    let (_, beat) = third.agent.counter(&me);
+    let (mut from, mut beats, start) = (0, 0, Instant::now());
+    while beats < BEATS {
+        me.done(&me.engine.submit_imm(third.peer, beat, 1).expect("submit"));
+        beats += 1;
         let now = me.engine.stats().completed;
-        if now > completed + HEARTBEATS {
-            (completed, since) = (now, Instant::now());
+        if now > from + u64::from(beats) + HEARTBEATS {
+            (from, beats) = (now, 0);
         }
-        (since.elapsed() > STILL).then_some(())
-    });
-    stands_still.expect("it can be sent no more");
+        me.linger(STILL / BEATS);
+        assert!(start.elapsed() < patience(), "more and more is sent to it");
+    }
     other.signal(Signal::KILL);
     ends_of_the_dead(case, &me, peer, &transfers);
     third.is_served(&me);
@@ -333,13 +357,15 @@ fn sender_killed(case: &Case) {
         );
         me.count(&counter, 5, patience()).expect("the flood comes");
         other.signal(Signal::KILL);
-        let state = me.peer_down(peer, case.soon());
+        let killed = Instant::now();
+        let state = me.peer_down(peer, patience());
         assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+        assert_eq!(third.stalls.beyond(killed, case.soon()), None, "down");
         // Whoever waits for more is told of whom, in time.
         let start = Instant::now();
         let expected = [Expected { peer, writes: 1_000_000 }];
         let late = counter.wait_from(&expected, Duration::from_millis(50)).expect_err("dead");
-        assert!(start.elapsed() < SOON);
+        third.is_soon(start, "told");
         let CountError::Timeout { peers, .. } = &late else { panic!("{late:?}") };
         assert!(peers.iter().any(|share| share.peer == peer && share.arrived >= 5), "{late:?}");
         assert!(peers.iter().all(|share| share.state == state), "{late:?}");
@@ -353,7 +379,7 @@ fn sender_killed(case: &Case) {
         let of = peers.iter().find(|share| share.peer == peer);
         assert!(of.is_some_and(|it| it.arrived >= 5 && it.state == state), "{late:?}");
         third.is_served(&me);
-        me.close(mine.region, SOON).expect("nobody writes");
+        third.is_given_back(&me, mine);
     }
 }
 
@@ -383,24 +409,27 @@ fn peer_stopped(case: &Case) {
     let message = me.engine.submit_send(peer, b"when you run").expect("submit");
     third.is_served(&me);
     let end = me.end(&transfer);
-    assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());
+    assert!(start.elapsed() >= limit, "{:?}", start.elapsed());
+    third.is_soon(start, "ended");
     assert!(names(end, peer), "{end:?}");
     third.is_served(&me);
     let mine = me.engine.counter().expect("a counter");
     let waited = Instant::now();
     let late = mine.wait_from(&[Expected { peer, writes: 1 }], Duration::from_millis(50));
     assert!(matches!(late, Err(CountError::Timeout { .. })), "{late:?}");
-    assert!(waited.elapsed() < SOON);
+    third.is_soon(waited, "told");
     other.signal(Signal::CONT);
     other.count(&me, counter, 1);
     // At its next heartbeat.
-    let is_up = || (me.engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
-    me.until(SOON, is_up).expect("up again");
+    let runs = Instant::now();
+    assert_eq!(me.stands(peer), Some(PeerState::Up));
+    third.is_soon(runs, "up again");
     me.done(&message);
-    let ms = u64::try_from(SOON.as_millis()).expect("small");
+    let (done, ms) = (Instant::now(), patience_ms());
     let Say::Message { bytes, .. } = other.ask(&me, Ask::Recv { ms }) else {
         panic!("no message");
     };
+    third.is_soon(done, "received");
     assert_eq!(bytes, b"when you run");
     pattern.fill(&src, 0, 1 << 20, 0);
     me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)));
@@ -436,7 +465,7 @@ fn peer_held_up(case: &Case) {
     let waited = Instant::now();
     let late = mine.wait_from(&[Expected { peer, writes: 1 }], Duration::from_millis(50));
     assert!(matches!(late, Err(CountError::Timeout { .. })), "{late:?}");
-    assert!(waited.elapsed() < SOON);
+    third.is_soon(waited, "told");
     assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
     other.signal(Signal::CONT);
     transfers.iter().for_each(|transfer| me.done(transfer));
@@ -454,6 +483,7 @@ fn peer_stopped_and_cut(case: &Case, foreign: Foreign) {
     let me = Host::new(&setup);
     let (mut other, address) = case.agent("stopped");
     let peer = me.peer(&address);
+    let back = only_peer(&me, &mut other);
     let mut third = Third::new(case, &me);
     let src = me.memory(1 << 20, Own::Engine);
     let (there, desc) = other.memory(&me, 1 << 20, Own::Test);
@@ -464,13 +494,15 @@ fn peer_stopped_and_cut(case: &Case, foreign: Foreign) {
     let transfer = pages(&me, peer, &src, &desc, 5000, None, Some(limit));
     third.is_served(&me);
     let end = me.end(&transfer);
-    assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());
+    assert!(start.elapsed() >= limit, "{:?}", start.elapsed());
+    third.is_soon(start, "ended");
     assert!(names(end, peer), "{end:?}");
     third.is_served(&me);
     other.signal(Signal::CONT);
     // What it had not copied by then never comes; what the network still held, not to closed regions.
     if case.facts().flushes_at_the_receiver {
-        me.linger(Duration::from_millis(20));
+        let gone = other.ask(&me, Ask::Down { peer: plain(back), ms: patience_ms() });
+        assert!(matches!(&gone, Say::Text(state) if state.contains("Down")), "{gone:?}");
     } else {
         other.tell(&me, Ask::Reclaim { region: there, ms: 5000 });
     }
@@ -543,12 +575,13 @@ fn silent_peer(case: &Case) {
     // As long as both live, idle or not, nobody is given up; nor suspected for longer than a processor is somebody else's.
     if !me.is_polled() {
         me.linger(2 * silent);
-        let is_up = || (me.engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
-        me.until(SOON, is_up).expect("nobody was silent");
+        assert_eq!(me.stands(peer), Some(PeerState::Up), "nobody was silent");
     }
     other.signal(Signal::STOP);
-    let state = me.peer_down(peer, silent + case.soon());
+    let (stalls, stopped) = (Stalls::watch(), Instant::now());
+    let state = me.peer_down(peer, patience());
     assert!(matches!(state, Some(PeerState::Down(DownReason::Silent { .. }))), "{state:?}");
+    assert_eq!(stalls.beyond(stopped, silent + case.soon()), None);
     let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
     assert!(names(end, peer), "{end:?}");
     other.signal(Signal::CONT);

@@ -3,7 +3,7 @@
 use immwire::{DownReason, End, PagedWrite, Pages, PeerId, PeerState, Rights};
 
 use crate::agent::{Agent, Ask};
-use crate::host::{Foreign, Host, Lent, Own, poison};
+use crate::host::{Foreign, Host, Lent, Own, patience, poison};
 use crate::operations::write;
 use crate::staged::is_staged;
 use crate::{Case, Spread, Test};
@@ -145,7 +145,7 @@ pub fn lost_and_back(case: &Case, me: &Host, other: &mut Agent, peer: PeerId) ->
     assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
     // It may not know yet: then its call finds the old connection, which may end just then.
     let start = std::time::Instant::now();
-    while me.engine.peers().is_empty() && start.elapsed() < case.soon() {
+    while me.engine.peers().is_empty() && start.elapsed() < patience() {
         other.ask(me, Ask::TryPeer { address: me.engine.address().to_string() });
         me.linger(std::time::Duration::from_millis(1));
     }
@@ -173,7 +173,7 @@ fn one_registration(case: &Case) {
         other => panic!("{other:?}"),
     };
     drop(part);
-    whole.close(limit).expect("the last handle");
+    whole.close(patience()).expect("the last handle");
     let again = register(0, 1 << 20);
     assert_ne!(again.desc().keys, all.keys);
 }

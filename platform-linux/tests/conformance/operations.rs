@@ -11,7 +11,7 @@ use immwire::core::imm::MAX_COUNTERS;
 use immwire::core::mailbox::USER_COUNTERS;
 use immwire::core::plan::RequestError;
 use immwire::{
-    CountError, CounterTaken, End, Expected, ImmTag, PagedWrite, Pages, PeerId, Region,
+    CountError, CounterTaken, End, Expected, ImmTag, PagedWrite, Pages, PeerId, PeerState, Region,
     SingleWrite, Strays, SubmitError, TransferError,
 };
 
@@ -384,7 +384,13 @@ fn who_is_missing(case: &Case) {
     };
     let shares: Vec<_> = peers.iter().map(|p| (p.peer, p.arrived, p.expected)).collect();
     assert_eq!(shares, [(first, 3, Some(3)), (second, 1, Some(2))]);
-    assert!(late.to_string().contains(&format!("({second} sent 1 of 2)")), "{late}");
+    // Who was kept from running is suspected.
+    let state = match peers[1].state {
+        Some(PeerState::Up) => "",
+        Some(PeerState::Suspect) => ", suspect,",
+        other => panic!("{other:?}"),
+    };
+    assert!(late.to_string().contains(&format!("({second}{state} sent 1 of 2)")), "{late}");
     // The late one comes; then the same again, with the counts of the first round behind.
     for missing in [1, 2] {
         let back = only_peer(&me, &mut two);

@@ -295,7 +295,7 @@ fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) 
         let then = forth.go_on(&me, &mut other, BACK);
         salvo.end(&me, &mut other);
         println!("port {at}: {moved} transfers while it was away, {then} after it came back");
-        assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+        assert_eq!(me.stands(peer), Some(PeerState::Up));
     }
     forth.look(&me, &mut other);
 
@@ -395,7 +395,7 @@ fn doors_closed(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]
         // One that calls now is let in, too.
         let late = Host::new(&mine);
         let peer = late.peer(&address);
-        assert_eq!(late.engine.peer_state(peer), Some(PeerState::Up));
+        assert_eq!(late.stands(peer), Some(PeerState::Up));
     }
 }
 
@@ -506,7 +506,7 @@ fn address_taken(case: &Case) {
     port.set("take");
     let peer = meet(case, &me, &mut other, &address);
     me.linger(Duration::from_secs(5));
-    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    assert_eq!(me.stands(peer), Some(PeerState::Up));
     port.set("up");
     other.tell(&me, Ask::Drop);
 }

@@ -234,7 +234,8 @@ fn stuck_where_it_is_written(case: &Case) {
     me.done(&write(&me, peer, &src, &desc, (0, 0, 64 << 10), None));
     other.tell(&me, Ask::Hold { held: true });
     let transfer = write(&me, peer, &src, &desc, (0, 0, 64 << 10), None);
-    while other.number(&me, Ask::HeldUp) == 0 {}
+    let is_held = || (other.number(&me, Ask::HeldUp) > 0).then_some(());
+    me.until(patience(), is_held).expect("it is to be written");
     other.tell(&me, Ask::Drop);
     assert_ne!(me.end(&transfer), End::Done);
     assert_ne!(other.number(&me, Ask::HeldUp), 0, "it was waited for");
@@ -318,7 +319,7 @@ fn who_does_not_stage(case: &Case) {
         assert_eq!(pattern.mismatch(&src, 0, 4096, 0), None);
     }
     assert!(staged >= 2, "none was a GPU's");
-    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    assert_eq!(me.stands(peer), Some(PeerState::Up));
 }
 
 /// Memory for local use, or behind a region's end, or of a region that was closed, is not written, whatever a peer believes; nor
@@ -373,7 +374,7 @@ fn what_is_not_to_be_written(case: &Case) {
     assert_eq!(first_other(&whole, 0, 8192, 0xa5), None);
     assert_eq!(written(next.desc(), 0, 4096), "Done");
     assert_eq!(pattern.mismatch(&whole, 0, 4096, 0), None);
-    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    assert_eq!(me.stands(peer), Some(PeerState::Up));
     for region in [next, whole] {
         me.close(region, patience()).expect("nobody writes");
     }
