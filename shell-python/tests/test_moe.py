@@ -189,17 +189,18 @@ def test_slots_of_no_token_are_anybodys_while_the_call_waits():
         out_scales = [np.full((room, 8), 77, np.uint8) for _ in range(2)]
         # Behind the three tokens of either rank.
         unused = [MAX_TOKENS - 1, 2 * MAX_TOKENS - 1]
-        calls = threading.Event()
+        before = ranks.engines[1].stats().immediates
 
         def work(rank, exchange):
             x, indices, weights, scales = inputs[rank]
             if rank == 1:
-                assert calls.wait(PATIENCE)
-                # For the other's call to begin. If it has not, this says nothing.
-                time.sleep(0.3)
+                # The other's call has sent all that it sends, a table and tokens, and waits for this one's.
+                until = time.monotonic() + PATIENCE
+                while ranks.engines[1].stats().immediates < before + 2:
+                    assert time.monotonic() < until, "it sends nothing"
+                    time.sleep(0.001)
                 outs[0][unused] = 5
                 out_scales[0][unused] = 5
-            calls.set()
             slots = np.zeros(exchange.max_rows, np.int32)
             lent = dict(out=outs[rank], out_scales=out_scales[rank], slots=slots)
             received = exchange.dispatch(to_bf16(x), indices, weights, scales, **lent)
