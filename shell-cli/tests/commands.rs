@@ -242,6 +242,13 @@ fn ctrl_c_ends_a_bench_and_its_peers() {
     }
 }
 
+/// How many bytes a line of `/proc/PID/maps` is about.
+fn mapped(line: &str) -> u64 {
+    let ends = line.split(' ').next().and_then(|range| range.split_once('-')).unwrap();
+    let [from, to] = [ends.0, ends.1].map(|end| u64::from_str_radix(end, 16).unwrap());
+    to - from
+}
+
 #[test]
 fn a_killed_peer_is_an_error_that_says_so() {
     let mut child =
@@ -251,10 +258,10 @@ fn a_killed_peer_is_an_error_that_says_so() {
         peers = children(child.id());
         peers.len() == 1
     });
-    // And both have connected.
-    until("it is written to", || {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", peers[0]));
-        maps.is_ok_and(|maps| maps.contains("immwire-session"))
+    // And it has the memory that it was asked for, to be written to: what comes from then on is of the row.
+    until("it is asked for memory", || {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", peers[0])).unwrap_or_default();
+        maps.lines().any(|line| line.contains("immwire-region") && mapped(line) >= 64 << 20)
     });
     std::thread::sleep(std::time::Duration::from_millis(500));
     assert!(child.try_wait().unwrap().is_none());

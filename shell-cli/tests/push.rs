@@ -13,10 +13,13 @@ use immwire_cli::push::message::{Assembler, FromReceiver, Have, VERSION, fragmen
 use rustix::process::Signal;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
-use support::{Listening, ended, immwire, noise, run, signal, status, text, until};
+use support::{
+    Listening, Stops, ended, immwire, is_stopped, noise, run, signal, status, text, until,
+};
 
 fn push(paths: &[&Path], address: &str) -> std::process::Output {
     let paths = paths.iter().map(|path| path.to_str().unwrap());
@@ -131,62 +134,35 @@ fn links_arrive_under_their_own_names_and_dots_under_those_of_their_folders() {
 
 const BIG: usize = 192 << 20;
 
-/// A big file, pushed to a receiver until some of it has arrived, and then cut. Again where all has come before that could be done: then what
-/// was there before is there again.
-fn broken_off<R>(
-    from: &Path,
-    to: &Path,
-    receiver: impl Fn() -> Listening,
-    cut: impl Fn(Listening, std::process::Child) -> R,
-) -> R {
+/// A big file, pushed to `receiver` until some of it has arrived: there the receiver stands still.
+fn broken_off(from: &Path, to: &Path, receiver: Listening) -> (Listening, Child) {
     fs::write(from, noise(9, BIG)).unwrap();
-    let (whole, partial) = (to.join("big"), to.join("big.immwire-partial"));
-    let before = fs::read(&whole).ok();
-    let remove = |path: &Path| match fs::remove_file(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        removed => removed.unwrap(),
-    };
-    one_of_several(|| {
-        remove(&partial);
-        match &before {
-            Some(bytes) => fs::write(&whole, bytes).unwrap(),
-            None => remove(&whole),
-        }
-        cut_off(&[from], &partial, receiver(), &cut)
-    })
+    let sender = begun(&[from], to, &to.join("big.immwire-partial"), &receiver);
+    (receiver, sender)
 }
 
-/// The first of some tries that comes to something.
-fn one_of_several<R>(mut attempt: impl FnMut() -> Option<R>) -> R {
-    (0..5).find_map(|_| attempt()).expect("it ends before it can be broken off")
-}
-
-/// A push of a big file, among others, that is cut once some of it has arrived, in `partial`; nothing, and nobody there any more, if all had
-/// come before that could be done, be it that it had no name yet.
-fn cut_off<R>(
-    paths: &[&Path],
-    partial: &Path,
-    receiver: Listening,
-    cut: impl FnOnce(Listening, std::process::Child) -> R,
-) -> Option<R> {
-    let sender = begun(paths, partial, &receiver)?;
-    let left = cut(receiver, sender);
-    let is_part = fs::metadata(partial).is_ok_and(|metadata| metadata.len() < BIG as u64);
-    is_part.then_some(left)
-}
-
-/// A push to `receiver` of which some has arrived, in `partial`; nothing if it was over before that was seen.
-fn begun(paths: &[&Path], partial: &Path, receiver: &Listening) -> Option<std::process::Child> {
+/// A push of a big file, among others, to `receiver`, which stands still once some of it lies in `partial`, and no more than the receiver
+/// wrote by the call that it is stopped in: the push cannot end, however long nobody looks.
+fn begun(paths: &[&Path], to: &Path, partial: &Path, receiver: &Listening) -> Child {
+    let stops = Stops::at_changes(&receiver.child, to);
     let paths = paths.iter().map(|path| path.to_str().unwrap());
     let words = ["push"].into_iter().chain(paths).chain([&*receiver.address]);
     let mut sender = immwire(words).spawn().unwrap();
-    let mut over = None;
-    until("some of it arrives", || {
-        over = sender.try_wait().unwrap();
-        over.is_some() || fs::metadata(partial).is_ok_and(|metadata| metadata.len() > 8 << 20)
-    });
-    assert!(over.is_none_or(|status| status.success()), "{over:?}");
-    over.is_none().then_some(sender)
+    loop {
+        until("some of it arrives", || is_stopped(&receiver.child));
+        let here = fs::metadata(partial).map_or(0, |metadata| metadata.len());
+        if here > 8 << 20 {
+            break;
+        }
+        // Which the receiver may have made just now.
+        let folder = partial.parent().unwrap();
+        if folder.exists() {
+            stops.watch(folder);
+        }
+        stops.go_on(&receiver.child);
+    }
+    assert!(sender.try_wait().unwrap().is_none(), "it ended before it could be broken off");
+    sender
 }
 
 fn goes_on(from: &Path, to: &Path, address: &str) {
@@ -203,12 +179,12 @@ fn goes_on(from: &Path, to: &Path, address: &str) {
 fn a_push_goes_on_after_its_sender_was_killed() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let start = || Listening::receiver(to.path());
-    let mut receiver = broken_off(&file, to.path(), start, |receiver, mut sender| {
-        sender.kill().unwrap();
-        sender.wait().unwrap();
-        receiver
-    });
+    let (mut receiver, mut sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
+    sender.kill().unwrap();
+    sender.wait().unwrap();
+    signal(&receiver.child, Signal::CONT);
+    // All that had come is written by then.
+    receiver.says("gone");
     assert!(!to.path().join("big").exists());
     // The receiver is still there, and takes the next one.
     goes_on(&file, to.path(), &receiver.address);
@@ -223,12 +199,10 @@ fn a_push_goes_on_after_its_sender_was_killed() {
 fn a_push_goes_on_after_its_receiver_was_killed() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let start = || Listening::receiver(to.path());
-    let sent = broken_off(&file, to.path(), start, |receiver, sender| {
-        drop(receiver);
-        ended(sender)
-    });
+    let (receiver, sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
+    drop(receiver);
     assert!(!to.path().join("big").exists());
+    let sent = ended(sender);
     assert_eq!(sent.status.code(), Some(1));
     assert!(text(&sent.stderr).contains("gone"), "{}", text(&sent.stderr));
     let receiver = Listening::once(to.path());
@@ -245,11 +219,9 @@ fn a_push_that_replaces_a_file_of_the_same_size_goes_on_after_a_kill() {
         let dir = to.path().to_str().unwrap();
         Listening::start(immwire(["recv", "--overwrite", "--dir", dir]))
     };
-    let sent = broken_off(&file, to.path(), overwriting, |receiver, sender| {
-        drop(receiver);
-        ended(sender)
-    });
-    assert_eq!(sent.status.code(), Some(1));
+    let (receiver, sender) = broken_off(&file, to.path(), overwriting());
+    drop(receiver);
+    assert_eq!(ended(sender).status.code(), Some(1));
     assert!(fs::read(to.path().join("big")).unwrap() == noise(8, BIG));
     let receiver = overwriting();
     goes_on(&file, to.path(), &receiver.address);
@@ -261,7 +233,7 @@ fn a_push_that_replaces_a_file_of_the_same_size_goes_on_after_a_kill() {
 
 #[test]
 fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
-    let from = tempfile::tempdir().unwrap();
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (tree, old) = (from.path().join("tree"), from.path().join("old"));
     let folders =
         [("tree", 0o751), ("tree/open", 0o777), ("tree/open/deep", 0o750), ("tree/secret", 0o700)];
@@ -278,24 +250,18 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
         let past = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds(number));
         fs::File::open(&path).unwrap().set_modified(past).unwrap();
     }
-    let set = |path: PathBuf, mode| {
-        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-    };
-    // To a place of its own each time: which folders were there before is what this is about.
-    let (to, sent) = one_of_several(|| {
-        let to = tempfile::tempdir().unwrap();
-        fs::create_dir(to.path().join("old")).unwrap();
-        set(to.path().join("old"), 0o705);
-        let (partial, receiver) =
-            (to.path().join("tree/big.immwire-partial"), Listening::receiver(to.path()));
-        let sent = cut_off(&[&tree, &old], &partial, receiver, |receiver, sender| {
-            drop(receiver);
-            ended(sender)
-        });
-        Some((to, sent?))
-    });
     let mode = |path: &str| fs::metadata(to.path().join(path)).unwrap().mode() & 0o7777;
-    assert_eq!(sent.status.code(), Some(1));
+    let set = |path: &str, mode| {
+        fs::set_permissions(to.path().join(path), fs::Permissions::from_mode(mode)).unwrap();
+    };
+    fs::create_dir(to.path().join("old")).unwrap();
+    set("old", 0o705);
+
+    let receiver = Listening::receiver(to.path());
+    let partial = to.path().join("tree/big.immwire-partial");
+    let sender = begun(&[&tree, &old], to.path(), &partial, &receiver);
+    drop(receiver);
+    assert_eq!(ended(sender).status.code(), Some(1));
     assert_eq!(mode("tree/secret") & 0o77, 0, "nobody else sees what arrives");
     let receiver = Listening::receiver(to.path());
     let sent = push(&[&tree, &old], &receiver.address);
@@ -307,7 +273,7 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
     }
     assert_eq!(mode("old"), 0o705, "it was there before");
     // Now they all were.
-    set(to.path().join("tree/open"), 0o705);
+    set("tree/open", 0o705);
     assert!(push(&[&tree, &old], &receiver.address).status.success());
     assert_eq!(mode("tree/open"), 0o705);
 }
@@ -316,12 +282,12 @@ fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
 fn ctrl_c_ends_a_push_with_its_own_code_and_leaves_what_came() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let start = || Listening::receiver(to.path());
-    let (receiver, ended) = broken_off(&file, to.path(), start, |receiver, mut sender| {
-        signal(&sender, Signal::INT);
-        (receiver, status(&mut sender))
-    });
-    assert_eq!(ended.code(), Some(130));
+    let (mut receiver, mut sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
+    signal(&sender, Signal::INT);
+    assert_eq!(status(&mut sender).code(), Some(130));
+    signal(&receiver.child, Signal::CONT);
+    // Why it ended, or that the sender is gone, if that did not come to say so. All that had come is written by then.
+    receiver.says("immwire: ");
     goes_on(&file, to.path(), &receiver.address);
 }
 

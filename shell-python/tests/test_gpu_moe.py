@@ -351,7 +351,8 @@ def case_quantised():
 
 def case_a_rank_that_is_late_is_named_and_all_start_over():
     with ExitStack() as stack:
-        ranks = start(*(Rank(number, 2, patience=0.2) for number in range(2)))
+        # For longer than this thread may be kept from having the second rank come after the first, below.
+        ranks = start(*(Rank(number, 2, patience=4) for number in range(2)))
         for rank in ranks:
             stack.callback(rank.close)
         alone, never = (Round(rank, 3, 4, 0) for rank in ranks)
@@ -377,22 +378,16 @@ def case_a_rank_that_is_late_is_named_and_all_start_over():
         ranks[0].settle()
         waited = time.monotonic() - begun
         assert ranks[0].exchange.report().late_tables == {1: 1}, waited
-        until = time.monotonic() + PATIENCE
-        while True:
-            with multiprocessing.pool.ThreadPool(2) as pool:
-                pool.map(lambda rank: rank.exchange.start_over(), ranks)
-            assert not ranks[0].exchange.report()
-            assert ranks[0].exchange.active_ranks == [0, 1]
-            for step in ("dispatch", "work", "combine"):
-                for one in (alone, never):
-                    getattr(one, step)()
-            for rank in ranks:
-                rank.settle()
-            # Either may have been kept from it for as long as the other is patient: then once more.
-            if not any(rank.exchange.report() for rank in ranks):
-                break
-            assert time.monotonic() < until, [rank.exchange.report() for rank in ranks]
+        with multiprocessing.pool.ThreadPool(2) as pool:
+            pool.map(lambda rank: rank.exchange.start_over(), ranks)
+        assert not ranks[0].exchange.report()
+        assert ranks[0].exchange.active_ranks == [0, 1]
+        for step in ("dispatch", "work", "combine"):
+            for one in (alone, never):
+                getattr(one, step)()
         for one in (alone, never):
+            one.rank.settle()
+            assert not one.rank.exchange.report()
             assert (from_bf16(one.results.read()) == expected_results(*one.inputs[:3])).all()
         # An abort ends waits at once.
         ranks[0].exchange.abort()

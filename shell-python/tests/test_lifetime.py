@@ -79,8 +79,12 @@ def test_how_long_a_peer_may_be_silent_is_said_in_seconds(partner):
             immwire.TransferEngine(connect_deadline=0.3) as brief,
         ):
             peer, patient = engine.add_peer(addresses[0]), other.add_peer(addresses[0])
-            engine.wait_peer_blocking(peer)
             other.wait_peer_blocking(patient)
+            until = time.monotonic() + PATIENCE
+            # It is up, or was: that process may have stood still for as long already.
+            while engine.peer_state(peer) == "connecting":
+                assert time.monotonic() < until
+                time.sleep(0.001)
             stop(process)
             until = time.monotonic() + PATIENCE
             while not engine.peer_state(peer).startswith("down"):

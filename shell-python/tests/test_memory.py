@@ -404,14 +404,7 @@ def test_a_region_can_be_closed_after_its_engine(pair):
 def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
     region = pair.sender.register(bytearray(4096))
     part, there = region.slice(0, 8), pair.receiver.alloc(8)
-    refused = []
-
-    def close():
-        with pytest.raises(immwire.RegionInUse) as caught:
-            region.close(timeout=2)
-        refused.append(caught.value)
-
-    thread = threading.Thread(target=close)
+    thread = threading.Thread(target=region.close, kwargs=dict(timeout=2 * PATIENCE))
     thread.start()
     until = time.monotonic() + PATIENCE
     while "being closed" not in repr(region):
@@ -429,9 +422,26 @@ def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
         with pytest.raises(immwire.RegionInUse, match="another thread is closing the region"):
             use()
     assert not region.closed
+    part.close()
+    join(thread)
+    assert region.closed
+
+
+def test_a_region_that_was_not_closed_in_time_is_as_before(pair):
+    region = pair.sender.register(bytearray(4096))
+    part, refused = region.slice(0, 8), []
+
+    def close():
+        with pytest.raises(immwire.RegionInUse) as caught:
+            region.close(timeout=1)
+        refused.append(caught.value)
+
+    thread = threading.Thread(target=close)
+    thread.start()
     join(thread)
     assert refused
-    # As before: it can be used, and closed.
+    assert not region.closed
+    # It can be used, and closed.
     region.write(0, b"here")
     assert region.read(0, 4) == b"here"
     closers = [threading.Thread(target=region.close) for _ in range(4)]

@@ -189,17 +189,18 @@ def test_slots_of_no_token_are_anybodys_while_the_call_waits():
         out_scales = [np.full((room, 8), 77, np.uint8) for _ in range(2)]
         # Behind the three tokens of either rank.
         unused = [MAX_TOKENS - 1, 2 * MAX_TOKENS - 1]
-        calls = threading.Event()
+        before = ranks.engines[1].stats().immediates
 
         def work(rank, exchange):
             x, indices, weights, scales = inputs[rank]
             if rank == 1:
-                assert calls.wait(PATIENCE)
-                # For the other's call to begin. If it has not, this says nothing.
-                time.sleep(0.3)
+                # The other's call has sent all that it sends, a table and tokens, and waits for this one's.
+                until = time.monotonic() + PATIENCE
+                while ranks.engines[1].stats().immediates < before + 2:
+                    assert time.monotonic() < until, "it sends nothing"
+                    time.sleep(0.001)
                 outs[0][unused] = 5
                 out_scales[0][unused] = 5
-            calls.set()
             slots = np.zeros(exchange.max_rows, np.int32)
             lent = dict(out=outs[rank], out_scales=out_scales[rank], slots=slots)
             received = exchange.dispatch(to_bf16(x), indices, weights, scales, **lent)
@@ -545,11 +546,38 @@ def test_a_rank_that_does_not_come_is_left_out_and_named(phase):
     with World(3, experts=6, world=3) as ranks:
         inputs = [made_up(rank, 4, 6) for rank in range(3)]
         rows = [np.zeros((exchange.max_rows, HIDDEN), np.uint16) for exchange in ranks.exchanges]
-        back = threading.Barrier(3)
+        back, all_dispatched, both = (threading.Barrier(count) for count in (3, 3, 2))
+
+        def come(send, writes):
+            """Sends, as the other one does that comes; returns once as many writes of each have come to the
+            other, and to rank 2: from then on that one alone is waited for."""
+
+            def immediates():
+                return [engine.stats().immediates for engine in ranks.engines]
+
+            before = immediates()
+            both.wait(PATIENCE)
+            send()
+            until = time.monotonic() + PATIENCE
+            while any(
+                now < then + times * writes
+                for now, then, times in zip(immediates(), before, (1, 1, 2), strict=True)
+            ):
+                assert time.monotonic() < until, "not all has come"
+                time.sleep(0.001)
+            both.wait(PATIENCE)
 
         def dispatch(rank, exchange, timeout=None):
             x, indices, weights, _ = inputs[rank]
-            received = exchange.dispatch(to_bf16(x), indices, weights, out=rows[rank], timeout=timeout)
+            call = dict(x=to_bf16(x), indices=indices, weights=weights, out=rows[rank])
+            if timeout is None:
+                received = exchange.dispatch(**call)
+            else:
+                # A table, and tokens.
+                come(lambda: exchange.dispatch(**call, half="send"), 2)
+                begun = time.monotonic()
+                received = exchange.dispatch(**call, half="receive", timeout=timeout)
+                assert 0.9 < time.monotonic() - begun < PATIENCE / 2
             for expert, start, count in zip(range(2), received.offsets, received.counts, strict=False):
                 values = from_bf16(rows[rank][start : start + count])
                 rows[rank][start : start + count] = to_bf16(values * (2 * rank + expert + 1))
@@ -557,12 +585,18 @@ def test_a_rank_that_does_not_come_is_left_out_and_named(phase):
 
         def combine(rank, exchange, timeout=None):
             results = np.full((4, HIDDEN), 9, np.uint16)
-            exchange.combine(rows[rank], out=results, timeout=timeout)
+            call = dict(y=rows[rank], out=results)
+            if timeout is None:
+                exchange.combine(**call)
+            else:
+                come(lambda: exchange.combine(**call, half="send"), 1)
+                exchange.combine(**call, half="receive", timeout=timeout)
             return from_bf16(results)
 
         def work(rank, exchange):
             if phase == "combine":
                 dispatch(rank, exchange)
+                all_dispatched.wait(PATIENCE)
             if rank == 2:
                 back.wait(PATIENCE)
                 # It comes late, and learns that the others go on without it.
@@ -576,13 +610,13 @@ def test_a_rank_that_does_not_come_is_left_out_and_named(phase):
                 assert set(exchange.report().left_by) == {0, 1}
                 assert exchange.active_ranks == [2]
                 return
-            begun = time.monotonic()
             if phase == "dispatch":
                 dispatch(rank, exchange, 1)
-                assert 0.9 < time.monotonic() - begun < PATIENCE / 2
             x, indices, weights, _ = inputs[rank]
             theirs = np.where(indices < 4, indices, -1)
-            assert (combine(rank, exchange, 1) == expected_results(x, theirs, weights)).all()
+            # Who was left out by the dispatch is not waited for.
+            results = combine(rank, exchange, 1 if phase == "combine" else None)
+            assert (results == expected_results(x, theirs, weights)).all()
             report = exchange.report()
             late = {"dispatch": report.late_tables, "combine": report.late_results}
             assert report
@@ -690,13 +724,14 @@ def test_two_threads_do_not_share_a_call_and_others_run_meanwhile():
         x, indices, weights, _ = made_up(1, 4, 4)
         x = to_bf16(x)
         rows = bytearray(exchange.max_rows * HIDDEN * 2)
-        call = under_way(ranks, lambda: exchange.dispatch(x, indices, weights, out=rows, timeout=2))
+        call = under_way(ranks, lambda: exchange.dispatch(x, indices, weights, out=rows))
         with pytest.raises(immwire.RequestError, match="another thread"):
             exchange.dispatch(x, indices, weights, out=bytearray(len(rows)))
         with pytest.raises(BufferError):
             rows.append(0)  # It stays where it is while it may be written to.
         assert not exchange.closed
         assert not call.done()
+        exchange.abort()
         call.result(PATIENCE)
         rows.append(0)
 

@@ -55,6 +55,8 @@ __all__ = [
 MAX_VALUE_BYTES = 1 << 20
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
+#: What a look is given when no time is left.
+_LAST_LOOK = 0.1
 
 
 class StoreError(ImmwireError):
@@ -83,7 +85,7 @@ def _await(key: str, timeout: float, look: Callable[[float], bytes | None]) -> b
     end = time.monotonic() + timeout
     pause = _FIRST_PAUSE
     while True:
-        found = look(max(end - time.monotonic(), 0.1))
+        found = look(max(end - time.monotonic(), _LAST_LOOK))
         if found is not None:
             return found
         left = end - time.monotonic()
@@ -296,8 +298,8 @@ class EtcdStore:
             if self._login is None:
                 raise
         # Tokens end when they were not used for a while (of 300 s, unless told), or with the server.
-        self._token = self._fetched(self._login, max(end - time.monotonic(), 0.1))
-        return self._post(path, request, self._token, max(end - time.monotonic(), 0.1))
+        self._token = self._fetched(self._login, max(end - time.monotonic(), _LAST_LOOK))
+        return self._post(path, request, self._token, max(end - time.monotonic(), _LAST_LOOK))
 
     def _fetched(self, login: Mapping[str, str], timeout: float) -> str:
         return str(self._post("auth/authenticate", login, None, timeout).get("token", ""))
