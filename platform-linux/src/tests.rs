@@ -6,7 +6,6 @@ use std::future::Future;
 use std::os::unix::ffi::OsStrExt;
 use std::pin::pin;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
@@ -453,22 +452,35 @@ fn a_count_that_is_polled_again_says_the_same() {
     }
 }
 
-/// A message that waits for its peer ends by its deadline, though nothing else happens.
+/// A message that waits for its peer ends by its deadline, though nothing else happens: its engine sleeps until then, and no longer.
 #[test]
 fn a_waiting_message_wakes_its_engine_in_time() {
-    let (engine, peer, _silent) = with_silent_peer();
     let deadline = Duration::from_millis(100);
-    let hurried = engine.with_deadline(deadline);
-    // Whichever thread is kept from running makes one of them late.
-    let tries = [(); 5].map(|()| {
-        std::thread::sleep(Duration::from_millis(20));
-        let start = Instant::now();
-        let transfer = hurried.submit_send(peer, b"1").unwrap();
-        assert!(matches!(transfer.wait(LONG).unwrap(), End::NeverStarted { .. }));
-        start.elapsed()
-    });
-    assert!(tries.iter().all(|took| *took >= deadline), "{tries:?}");
-    assert!(tries.iter().any(|took| *took < 4 * deadline), "{tries:?}");
+    let (silent, _motor) = TransferEngine::builder().build_polled().unwrap();
+    let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+    let peer = driver.add_peer(silent.address()).unwrap();
+    driver.poll();
+    let otherwise = driver.next_timeout();
+    let start = Instant::now();
+    let transfer = engine.with_deadline(deadline).submit_send(peer, b"1").unwrap();
+    let due = driver.clock().now().after(deadline);
+    assert!(otherwise > due, "something else happens");
+    driver.poll();
+    while transfer.poll_end().is_none() {
+        assert!(driver.next_timeout() <= due, "it would sleep on");
+        driver.sleep(LONG);
+        assert!(start.elapsed() < LONG / 2, "it sleeps on");
+        driver.poll();
+    }
+    assert!(matches!(transfer.poll_end(), Some(End::NeverStarted { .. })));
+    assert!(start.elapsed() >= deadline, "{:?}", start.elapsed());
+    // A thread that is asleep when the message comes would, if nobody woke it, sleep until the peer is given up.
+    let (engine, peer, _silent) = with_silent_peer();
+    std::thread::sleep(Duration::from_millis(20));
+    let start = Instant::now();
+    let transfer = engine.with_deadline(deadline).submit_send(peer, b"1").unwrap();
+    assert!(matches!(transfer.wait(LONG / 2).unwrap(), End::NeverStarted { .. }));
+    assert!(start.elapsed() >= deadline, "{:?}", start.elapsed());
 }
 
 #[test]
@@ -769,6 +781,8 @@ fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
             held.push(transfer);
         }
     }
+    // Before a step may tell the peer that it is there.
+    let stats = engine.stats();
     driver.poll();
     assert_eq!(ends.try_iter().collect::<Vec<_>>(), [End::Done; 24]);
     counter.wait(50, LONG).unwrap();
@@ -777,7 +791,6 @@ fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
         dst.read(at * 8, &mut arrived).unwrap();
         assert_eq!(u64::from_le_bytes(arrived), at);
     }
-    let stats = engine.stats();
     assert_eq!((stats.posted - before.posted, stats.completed - before.completed), (49, 49));
     // Not so: what is longer than the provider writes at once, what is out of bounds, what comes after a question.
     let long = driver.submit_single_write(&write(0, 1 << 20)).unwrap();
@@ -825,18 +838,18 @@ fn a_polled_engine_answers_before_it_takes_what_was_submitted_later() {
 /// What was submitted before a peer is asked to part is of use to the connection, whether or not the engine has had time to take it.
 #[test]
 fn what_was_submitted_is_of_use_before_it_is_taken() {
-    // Longer than a thread is kept from running, but for the sleep below.
-    let idle = Duration::from_millis(600);
+    let idle = Duration::from_millis(200);
     let liveness = LivenessConfig {
         heartbeat: Duration::from_millis(50),
         idle_after: idle,
         ..LivenessConfig::default()
     };
-    let (engine, mut driver) = TransferEngine::builder().liveness(liveness).build_polled().unwrap();
-    let (other, counter, peer) = met(&mut driver);
-    let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
+    // Each with a peer of its own: when a write has ended, whoever is kept from running just then may ask to part.
     for _ in 0..5 {
-        driver.sleep(Duration::from_millis(1));
+        let builder = TransferEngine::builder().liveness(liveness);
+        let (engine, mut driver) = builder.build_polled().unwrap();
+        let (other, counter, peer) = met(&mut driver);
+        let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
         let write = SingleWrite {
             peer,
             src: &src,
@@ -850,15 +863,16 @@ fn what_was_submitted_is_of_use_before_it_is_taken() {
         // The caller has something else to do.
         std::thread::sleep(idle * 3 / 2);
         assert_eq!(driver.wait(&transfer, LONG), Ok(End::Done));
+        assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
+        counter.wait(1, LONG).unwrap();
     }
-    assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
-    counter.wait(5, LONG).unwrap();
 }
 
 /// Who is polled a few times in the time that its peers wait for a word of it is not silent, though it has nothing else to do.
 #[test]
 fn an_engine_that_is_polled_seldom_is_heard() {
-    const POLLED: Duration = Duration::from_millis(150);
+    // Nobody is kept from running for ten times as long.
+    const POLLED: Duration = Duration::from_millis(250);
     let config = |down_after| LivenessConfig {
         heartbeat: POLLED / 5,
         suspect_after: 4 * POLLED,
@@ -875,46 +889,61 @@ fn an_engine_that_is_polled_seldom_is_heard() {
         driver.poll();
         assert_eq!(other.peers().len(), 1, "the other has given it up");
     }
+    // The other may have been kept from running just now.
+    let start = Instant::now();
+    while engine.peer_state(peer) == Some(PeerState::Suspect) && start.elapsed() < LONG {
+        driver.poll();
+    }
     assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
 }
 
-/// Who calls an engine that is polled a few times a second is answered, and so is its first write: after so many polls, however late they are.
+/// Polls `seldom`, as one does a few times a second, and the other in between as one that does nothing else, until it is `done`. Returns how
+/// often the former was polled: however late that is, it is not more often.
+fn polls_until(seldom: &mut Driver, other: &mut Driver, done: impl Fn() -> bool) -> u32 {
+    // More than go by between two looks at its sockets, though all of the time be a stall.
+    const STEPS: u32 = 300;
+    let mut polls = 0;
+    while polls < 1000 {
+        let (start, mut steps) = (Instant::now(), 0);
+        while steps < STEPS || start.elapsed() < Duration::from_millis(50) {
+            other.poll();
+            if done() {
+                return polls;
+            }
+            steps += 1;
+        }
+        seldom.poll();
+        polls += 1;
+    }
+    panic!("not after {polls} polls");
+}
+
+/// Who calls an engine that is polled a few times a second is answered, and so is its first write.
 #[test]
 fn an_engine_that_is_polled_seldom_is_met() {
-    const POLLS: u32 = 20;
     let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
-    let dst = engine.alloc(64).unwrap();
-    let (address, desc) = (engine.address().clone(), dst.desc());
-    let (over, is_over) = mpsc::channel::<()>();
-    let polled = Arc::new(AtomicU32::new(0));
-    let polls = Arc::clone(&polled);
-    let other = std::thread::spawn(move || {
-        let _over = over;
-        let other = TransferEngine::builder().build().unwrap();
-        let peer = other.add_peer(&address).unwrap();
-        other.wait_peer(peer, Duration::from_secs(3)).unwrap();
-        let before = polls.load(Relaxed);
-        let src = other.alloc(64).unwrap();
-        let write = SingleWrite {
-            peer,
-            src: &src,
-            src_offset: 0,
-            dst: &desc,
-            dst_offset: 0,
-            len: 64,
-            imm: None,
-        };
-        let transfer = other.submit_single_write(&write).unwrap();
-        assert_eq!(transfer.wait(LONG), Ok(End::Done));
-        let needed = polls.load(Relaxed) - before;
-        assert!(needed <= POLLS, "{needed} polls");
-    });
-    while is_over.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
-        std::thread::sleep(Duration::from_millis(50));
-        driver.poll();
-        polled.fetch_add(1, Relaxed);
-    }
-    other.join().unwrap();
+    let (other, mut caller) = TransferEngine::builder().build_polled().unwrap();
+    let (src, dst) = (other.alloc(64).unwrap(), engine.alloc(64).unwrap());
+    let peer = caller.add_peer(engine.address()).unwrap();
+    let is_up = || other.peer_state(peer) == Some(PeerState::Up);
+    // Three seconds' worth.
+    let needed = polls_until(&mut driver, &mut caller, is_up);
+    assert!(needed <= 60, "{needed} polls to be met");
+    let desc = dst.desc();
+    let write = SingleWrite {
+        peer,
+        src: &src,
+        src_offset: 0,
+        dst: &desc,
+        dst_offset: 0,
+        len: 64,
+        imm: None,
+    };
+    let transfer = other.submit_single_write(&write).unwrap();
+    let needed = polls_until(&mut driver, &mut caller, || transfer.poll_end().is_some());
+    assert_eq!(transfer.poll_end(), Some(End::Done));
+    // One second's.
+    assert!(needed <= 20, "{needed} polls to be written to");
 }
 
 /// The place of a peer that was removed is another's at once.
@@ -941,11 +970,24 @@ fn a_peer_is_not_silent_while_nobody_listens() {
     };
     let builder = TransferEngine::builder().liveness(liveness);
     let (engine, mut driver) = builder.build_polled().unwrap();
-    let (_other, _counter, peer) = met(&mut driver);
+    // By this thread, too: it says something whenever it is to, before the engine looks, however late either is.
+    let (other, mut talks) = TransferEngine::builder().build_polled().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    let start = Instant::now();
+    while engine.peer_state(peer) != Some(PeerState::Up) {
+        talks.poll();
+        driver.poll();
+        assert!(start.elapsed() < LONG, "{:?}", engine.peer_state(peer));
+    }
     for _ in 0..2 {
-        std::thread::sleep(2 * limit);
+        let start = Instant::now();
+        while start.elapsed() < 2 * limit {
+            std::thread::sleep(Duration::from_millis(1));
+            talks.poll();
+        }
         // More steps than go by between two looks at the clock.
         for _ in 0..40 {
+            talks.poll();
             driver.poll();
         }
         assert_eq!(engine.peer_state(peer), Some(PeerState::Up));

@@ -337,16 +337,17 @@ mod tests {
     use super::*;
     use immwire::SingleWrite;
 
-    const SECOND: Duration = Duration::from_secs(1);
+    /// Nobody is kept from running for so long.
+    const PATIENCE: Duration = Duration::from_secs(10);
 
     #[test]
     fn both_modes_connect_send_write_and_count() {
         for mode in [Mode::Polled, Mode::Thread] {
             let mut here = Motor::new(&Transport::Shm, 2, mode).unwrap();
             let mut there = Motor::new(&Transport::Shm, 1, Mode::Thread).unwrap();
-            let peer = here.connect(there.engine().address(), 10 * SECOND).unwrap();
-            here.send(peer, b"hello", SECOND).unwrap();
-            assert_eq!(there.message(SECOND).unwrap().unwrap().bytes, b"hello");
+            let peer = here.connect(there.engine().address(), PATIENCE).unwrap();
+            here.send(peer, b"hello", PATIENCE).unwrap();
+            assert_eq!(there.message(PATIENCE).unwrap().unwrap().bytes, b"hello");
             let (src, dst) = (here.engine().alloc(64).unwrap(), there.engine().alloc(64).unwrap());
             let counter = there.engine().counter().unwrap();
             src.write(0, b"bytes").unwrap();
@@ -362,8 +363,8 @@ mod tests {
                 imm: Some(counter.tag()),
             };
             let transfer = here.engine().submit_single_write(&write).unwrap();
-            here.finish(&transfer, SECOND).unwrap();
-            there.count(&counter, 1, SECOND).unwrap();
+            here.finish(&transfer, PATIENCE).unwrap();
+            there.count(&counter, 1, PATIENCE).unwrap();
             let mut got = [0; 5];
             dst.read(8, &mut got).unwrap();
             assert_eq!(&got, b"bytes");

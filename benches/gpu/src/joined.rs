@@ -26,6 +26,8 @@ const PARTS: [usize; 4] = [2, 3, 17, 300];
 const AROUND: (usize, usize) = (4096 + 16, 8192 + 48);
 /// No whole number of them in an allocation.
 const PAGE: usize = 96 << 10;
+/// What is filled and compared at a time: whole pages. Regions are of hundreds of MiB, and both processes would have them in several copies.
+const PART: usize = 32 * PAGE;
 
 /// A region over so many allocations of a GPU, which go when it is closed.
 struct Held {
@@ -59,20 +61,40 @@ impl Held {
         Ok(())
     }
 
-    fn fill(&self, seed: u64) -> Outcome<Vec<u8>> {
+    fn fill(&self, seed: u64) -> Outcome<()> {
         let region = self.region()?;
-        let mut bytes = vec![0; usize::try_from(region.len())?];
-        Random(seed).fill(&mut bytes);
-        region.write(0, &bytes)?;
-        Ok(bytes)
+        let len = usize::try_from(region.len())?;
+        let mut part = vec![0; PART];
+        for at in (0..len).step_by(PART) {
+            let part = &mut part[..PART.min(len - at)];
+            content(seed, at, part);
+            region.write(at as u64, part)?;
+        }
+        Ok(())
     }
 
-    /// Where it is not these bytes.
-    fn differs(&self, expected: &[u8]) -> Outcome<Option<usize>> {
-        let mut found = vec![0; expected.len()];
-        self.region()?.read(0, &mut found)?;
-        Ok(found.iter().zip(expected).position(|(a, b)| a != b))
+    /// Where it is not what is `expected`, which gives the bytes from one on.
+    fn differs(&self, expected: impl Fn(usize, &mut [u8])) -> Outcome<Option<usize>> {
+        let region = self.region()?;
+        let len = usize::try_from(region.len())?;
+        let (mut found, mut wanted) = (vec![0; PART], vec![0; PART]);
+        for at in (0..len).step_by(PART) {
+            let bytes = PART.min(len - at);
+            let (found, wanted) = (&mut found[..bytes], &mut wanted[..bytes]);
+            region.read(at as u64, found)?;
+            expected(at, wanted);
+            if found != wanted {
+                let first = found.iter().zip(wanted.iter()).position(|(a, b)| a != b);
+                return Ok(first.map(|first| at + first));
+            }
+        }
+        Ok(None)
     }
+}
+
+/// What is filled with from a seed, from a byte on whose number is a multiple of eight.
+fn content(seed: u64, at: usize, bytes: &mut [u8]) {
+    Random::after(seed, at as u64 / 8).fill(bytes);
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -139,10 +161,10 @@ pub(crate) fn hold(gpu: &str) -> Outcome<()> {
                 "filled".into()
             }
             (["compare", seed, paged], Some(held)) => {
-                let mut bytes = vec![0; usize::try_from(held.region()?.len())?];
-                Random(seed.parse()?).fill(&mut bytes);
-                let expected = if paged.parse()? { turned(&bytes) } else { bytes };
-                format!("{:?}", held.differs(&expected)?)
+                let (seed, len) = (seed.parse::<u64>()?, usize::try_from(held.region()?.len())?);
+                let from = if paged.parse()? { sources(len) } else { Vec::new() };
+                let differs = held.differs(|at, bytes| turned(seed, &from, at, bytes))?;
+                format!("{differs:?}")
             }
             (["write", desc], Some(held)) => {
                 let (there, region) = (peer.ok_or("no peer")?, held.region()?);
@@ -160,14 +182,21 @@ pub(crate) fn hold(gpu: &str) -> Outcome<()> {
     Ok(())
 }
 
-/// The bytes whose pages were written each to another place; what is no whole page stays.
-fn turned(bytes: &[u8]) -> Vec<u8> {
-    let mut turned = bytes.to_vec();
-    for (from, to) in bytes.chunks_exact(PAGE).zip(places(bytes.len())) {
-        let at = to as usize * PAGE;
-        turned[at..at + PAGE].copy_from_slice(from);
+/// Which page came to each place.
+fn sources(bytes: usize) -> Vec<usize> {
+    let mut sources = vec![0; bytes / PAGE];
+    for (from, to) in places(bytes).into_iter().enumerate() {
+        sources[to as usize] = from;
     }
-    turned
+    sources
+}
+
+/// The content whose pages were written each to another place, from the first byte of one on; what is no whole page stays.
+fn turned(seed: u64, sources: &[usize], at: usize, bytes: &mut [u8]) {
+    for (page, bytes) in (at / PAGE..).zip(bytes.chunks_mut(PAGE)) {
+        let from = sources.get(page).copied().unwrap_or(page);
+        content(seed, from * PAGE, bytes);
+    }
 }
 
 /// The other process, as this one sees it.
@@ -191,8 +220,13 @@ impl There {
         Ok((there, address))
     }
 
-    fn ask(&mut self, line: &str) -> Outcome<String> {
+    fn tell(&mut self, line: &str) -> Outcome<()> {
         writeln!(self.orders, "{line}")?;
+        Ok(())
+    }
+
+    fn ask(&mut self, line: &str) -> Outcome<String> {
+        self.tell(line)?;
         self.hear()
     }
 
@@ -296,8 +330,14 @@ pub(crate) fn run(gpus: usize) -> Outcome<Value> {
         let registered_us = started.elapsed().as_secs_f64() * 1e6;
         let desc = decode(&there.ask(&format!("hold {parts}"))?)?;
         let src = near.region()?;
-        let bytes = near.fill(seed)?;
-        there.expect(&format!("fill {}", seed + 1), "filled")?;
+        let len = usize::try_from(src.len())?;
+        // Both at once.
+        there.tell(&format!("fill {}", seed + 1))?;
+        near.fill(seed)?;
+        let said = there.hear()?;
+        if said != "filled" {
+            return Err(format!("fill: {said}").into());
+        }
         // The first write opens the region; the second finds it open.
         let mut took = [0.0; 2];
         for took in &mut took {
@@ -309,7 +349,7 @@ pub(crate) fn run(gpus: usize) -> Outcome<Value> {
         write(&engine, peer, src, &desc, src.len())?;
         let whole_us = started.elapsed().as_secs_f64() * 1e6;
         there.expect(&format!("compare {seed} false"), "None")?;
-        let count = u32::try_from(bytes.len() / PAGE)?;
+        let count = u32::try_from(len / PAGE)?;
         let list =
             |indices: Vec<u32>| Pages { indices: indices.into(), stride: PAGE as u64, offset: 0 };
         let paged = PagedWrite {
@@ -318,7 +358,7 @@ pub(crate) fn run(gpus: usize) -> Outcome<Value> {
             src,
             src_pages: list((0..count).collect()),
             dst: &desc,
-            dst_pages: list(places(bytes.len())),
+            dst_pages: list(places(len)),
             imm: None,
         };
         match engine.submit_paged_writes(&paged)?.wait(LIMIT)? {
@@ -329,16 +369,14 @@ pub(crate) fn run(gpus: usize) -> Outcome<Value> {
         // And back, over allocations of ours.
         there.expect(&format!("fill {}", seed + 2), "filled")?;
         there.expect(&format!("write {}", encode(&src.desc())?), "done")?;
-        let mut expected = vec![0; bytes.len()];
-        Random(seed + 2).fill(&mut expected);
-        if let Some(at) = near.differs(&expected)? {
+        if let Some(at) = near.differs(|at, bytes| content(seed + 2, at, bytes))? {
             return Err(format!("byte {at} of what came over {parts} allocations").into());
         }
         there.expect("close", "closed")?;
         near.close()?;
         results.push(json!({
-            "allocations": parts, "bytes": bytes.len(), "of_each": GRANULE, "pages": count, "registered_us": registered_us,
-            "first_write_us": took[0], "second_write_us": took[1], "whole_GBps": bytes.len() as f64 / whole_us / 1e3,
+            "allocations": parts, "bytes": len, "of_each": GRANULE, "pages": count, "registered_us": registered_us,
+            "first_write_us": took[0], "second_write_us": took[1], "whole_GBps": len as f64 / whole_us / 1e3,
             "differences": 0,
         }));
     }

@@ -67,12 +67,20 @@ impl Gpu {
     }
 }
 
+/// From one number's state to the next one's.
+const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+
 /// Splitmix64: the same numbers from the same seed.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
+    /// The numbers after the first `count` from a seed.
+    pub(crate) fn after(seed: u64, count: u64) -> Self {
+        Self(seed.wrapping_add(STEP.wrapping_mul(count)))
+    }
+
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.0 = self.0.wrapping_add(STEP);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
@@ -88,8 +96,10 @@ impl Random {
     }
 
     pub(crate) fn fill(&mut self, bytes: &mut [u8]) {
-        for chunk in bytes.chunks_mut(8) {
-            chunk.copy_from_slice(&self.next().to_le_bytes()[..chunk.len()]);
+        let (words, rest) = bytes.as_chunks_mut::<8>();
+        words.iter_mut().for_each(|word| *word = self.next().to_le_bytes());
+        if !rest.is_empty() {
+            rest.copy_from_slice(&self.next().to_le_bytes()[..rest.len()]);
         }
     }
 

@@ -748,21 +748,35 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
 #[test]
 fn a_rank_that_is_gone_is_not_waited_for() {
     for later in [false, true] {
-        let mut engines = engines(3, &Transport::Shm);
+        // Of one transfer each: when that is free all that was sent has ended.
+        let mut engines = if later { engines_of(3, 1) } else { engines(3, &Transport::Shm) };
         let mut exchanges = join(&engines, &config(&[0, 1, 2, 3]));
         let mut last = Some((engines.pop(), exchanges.pop()));
         last.take_if(|_| !later);
+        let sent = AtomicUsize::new(0);
         thread::scope(|scope| {
-            for mut exchange in exchanges {
+            for (engine, mut exchange) in engines.iter().zip(exchanges) {
+                let sent = &sent;
                 scope.spawn(move || {
                     let begun = Instant::now();
-                    silent(&mut exchange, LONG).unwrap();
+                    let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
+                    let rows = Rows { x: &mut [], scales: &mut [], slots: None };
+                    exchange.dispatch_send(&none, LONG).unwrap();
+                    assert!(engine.wait_capacity(LONG / 6), "what was sent does not end");
+                    sent.fetch_add(1, Ordering::SeqCst);
+                    exchange.dispatch_receive(&none, rows, LONG).map(drop).unwrap();
+                    exchange.combine(no_results(), LONG).unwrap();
                     let named = absent(&exchange);
                     let [(2, why)] = named[..] else { panic!("{named:?}") };
                     assert!(matches!(why, Why::Gone(_)) || !later && matches!(why, Why::Write(_)));
                     assert!(begun.elapsed() < LONG / 2);
                 });
             }
+            let begun = Instant::now();
+            while sent.load(Ordering::SeqCst) < 2 && begun.elapsed() < LONG / 3 {
+                thread::sleep(Duration::from_millis(1));
+            }
+            // They wait by now, or will.
             thread::sleep(Duration::from_millis(300));
             drop(last);
         });

@@ -627,11 +627,16 @@ mod tests {
         assert_eq!((sent.bytes, sent.kept), (0, 5));
     }
 
+    /// Whether somebody who waits for a file was heard of.
+    static IS_HEARD_OF: AtomicBool = AtomicBool::new(false);
+
     #[test]
     fn a_file_that_is_being_finished_is_finished_whoever_stops_waiting() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), false).unwrap().with_disk(|_| {
-            std::thread::sleep(LOOK * 3);
+            until(&IS_HEARD_OF);
+            // It is still at it when nobody waits any more.
+            std::thread::sleep(LOOK * 2);
             Ok(())
         });
         let path = RelPath::new("x").unwrap();
@@ -642,6 +647,7 @@ mod tests {
         let stopped = finish(growing, right, &mut Placed::default(), || {
             calls += 1;
             assert!(!dir.path().join("x").exists(), "its disk is still at it");
+            IS_HEARD_OF.store(true, Ordering::Relaxed);
             Err(MotorError::Interrupted.into())
         });
         assert!(stopped.is_err_and(|error| error.interrupted()));

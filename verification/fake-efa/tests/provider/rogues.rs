@@ -21,7 +21,7 @@ fn imms(counter: &ImmCounter, times: usize) -> impl Iterator<Item = u32> {
     std::iter::repeat_n(counter.tag().bits() << 12 | 16, times)
 }
 
-fn until<R>(side: &mut Side, what: &str, mut done: impl FnMut() -> Option<R>) -> R {
+pub fn until<R>(side: &mut Side, what: &str, mut done: impl FnMut() -> Option<R>) -> R {
     let start = Instant::now();
     loop {
         if let Some(result) = done() {
@@ -177,10 +177,8 @@ pub fn who_moves_to_where_it_is_loses_nothing() {
         }
         let to = insert(&rogue.port, &accepted);
         assert_eq!(rogue.immediates(&rogue.port, to, &accepted, imms(&counter, 20)), 20);
-        let start = Instant::now();
-        while counter.available() < 20 && start.elapsed() < Duration::from_secs(2) {
-            host.driver.poll();
-        }
+        let counted = || (counter.available() >= 20).then_some(());
+        until(&mut host, &format!("counted, first to {first}"), counted);
         assert_eq!(counter.available(), 20, "first to {first}");
     }
 }
@@ -193,6 +191,7 @@ pub fn who_withdrew_more_than_there_can_be_is_no_peer() {
     let accepted = rogue.call(&mut host, &claim).unwrap();
     let engine = host.engine.clone();
     let peer = *engine.peers().first().expect("a peer");
+    until(&mut host, "up", || (engine.peer_state(peer) == Some(PeerState::Up)).then_some(()));
     poll_for(&mut host, Duration::from_millis(20));
     assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
     rogue.say(&host, &accepted, Said::Ready { gone: Parts::MAX + 1 });
@@ -307,7 +306,8 @@ pub fn who_is_ready_has_said_where_it_is() {
     // The network keeps no order: what is said first is what may come first.
     let mut said = BTreeSet::new();
     let start = Instant::now();
-    while start.elapsed() < Duration::from_millis(300) {
+    while start.elapsed() < Duration::from_millis(300) || said.is_empty() {
+        assert!(start.elapsed() < PATIENCE, "it says nothing");
         host.driver.poll();
         rogue.step();
         while let Some(heard) = rogue.heard.pop_front() {
@@ -694,7 +694,8 @@ pub fn what_nobody_hears_is_not_kept_again_and_again() {
         poll_for(&mut host, Duration::from_millis(3));
     }
     let (mut told, start) = (0, Instant::now());
-    while start.elapsed() < Duration::from_millis(500) {
+    while start.elapsed() < Duration::from_millis(500) || told == 0 {
+        assert!(start.elapsed() < PATIENCE, "it tells nobody");
         host.driver.poll();
         rogue.step();
         while let Some(heard) = rogue.heard.pop_front() {

@@ -140,9 +140,9 @@ fn a_completion_may_be_there_before_the_bytes() {
 
 #[test]
 fn the_order_follows_from_the_seed() {
-    // Apart by more than a thread's luck, as the model's own numbers say: one order each. What follows upon a packet is timed from when its thread has
-    // taken that.
-    let longest = Duration::from_millis(3200);
+    // Apart by more than a thread is kept from running, as the model's own numbers say: one order each. What follows upon a packet is timed from when its
+    // thread has taken that.
+    let longest = Duration::from_secs(10);
     let apart = |seed| {
         let (initiator, target) =
             (Disorder::new(seed, 0, longest), Disorder::new(seed, 1, longest));
@@ -151,24 +151,33 @@ fn the_order_follows_from_the_seed() {
             |op| initiator.delay(Choice::Start, op, 0) + initiator.delay(Choice::Piece, op, 0) / 4;
         let mut order: Vec<_> = (0..6).filter(|&op| !held(op)).collect();
         let due = |op: &u64| start(*op) + target.delay(Choice::Event, *op, 0);
+        let done = |op: &u64| start(*op) + target.delay(Choice::Reply, *op, 0);
         order.sort_by_key(due);
         let gap = order.windows(2).map(|two| due(&two[1]) - due(&two[0])).min()?;
-        (order.len() == 6 && gap > Duration::from_millis(600)).then_some(order)
+        let is_over = |op: &u64| due(op).max(done(op)) < PATIENCE - Duration::from_secs(3);
+        let is_apart = order.len() == 6 && gap > Duration::from_secs(2);
+        (is_apart && order.iter().all(is_over)).then_some(order)
     };
     let mut seeds = (0..).filter_map(|seed| apart(seed).map(|order| (seed, order)));
     let first = seeds.next().unwrap();
     let second = seeds.find(|(_, order)| *order != first.1).unwrap();
-    for (seed, order) in [&first, &second] {
-        let seed = seed.to_string();
-        let environment = [("FAKE_EFA_SEED", seed.as_str()), ("FAKE_EFA_DELAY_US", "3200000")];
-        alone("delivery::the_order_follows_from_the_seed", &environment, |fake| {
-            let real: u64 = std::env::var("FAKE_EFA_SEED").unwrap().parse().unwrap();
-            if real == seed.parse::<u64>().unwrap() {
-                let pair = Pair::new(fake);
-                assert_eq!(stream(&pair, 6, 8, |_| true).0, *order);
-            }
-        });
-    }
+    // Both at once: it is waiting.
+    std::thread::scope(|scope| {
+        for (seed, order) in [&first, &second] {
+            scope.spawn(move || {
+                let text = seed.to_string();
+                let environment =
+                    [("FAKE_EFA_SEED", text.as_str()), ("FAKE_EFA_DELAY_US", "10000000")];
+                alone("delivery::the_order_follows_from_the_seed", &environment, |fake| {
+                    let real: u64 = std::env::var("FAKE_EFA_SEED").unwrap().parse().unwrap();
+                    if real == *seed {
+                        let pair = Pair::new(fake);
+                        assert_eq!(stream(&pair, 6, 8, |_| true).0, *order);
+                    }
+                });
+            });
+        }
+    });
 }
 
 #[test]
@@ -438,9 +447,14 @@ fn a_sleeper_is_woken_if_it_armed() {
         assert!(readable(5000));
         assert_eq!(trywait(), -sys::FI_EAGAIN);
         assert!(matches!(b.next(), Event::Done { .. }));
-        // Not armed: it sleeps on, whatever comes.
+        // Not armed: it sleeps on, whatever comes. It has come by then, or as soon as its thread runs.
         write();
         assert!(!readable(100));
+        let start = Instant::now();
+        while trywait() == 0 {
+            assert!(start.elapsed() < PATIENCE, "nothing came");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         assert_eq!(trywait(), -sys::FI_EAGAIN);
         assert!(matches!(b.next(), Event::Done { .. }));
         assert_eq!(trywait(), 0);

@@ -4,6 +4,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use fake_efa::disorder::{Choice, Disorder};
 use libfabric_sys as sys;
 
 use crate::rig::*;
@@ -359,36 +360,38 @@ fn drop_all(pair: Pair, memory: Memory) {
 
 #[test]
 fn nothing_is_withdrawn_under_an_operation() {
-    alone(
-        "strictness::nothing_is_withdrawn_under_an_operation",
-        &[("FAKE_EFA_DELAY_US", "100000")],
-        |fake| {
-            let pair = Pair::new(fake);
-            let (mut source, target) = (pair.node.memory(64, 1), pair.node.memory(64, 0));
-            let (to, address, key) = (pair.to_b, target.address(), target.key());
-            let mut contexts: Vec<_> = (0..2).map(|_| context()).collect();
-            let write = Write { memory: &source, offset: 0, len: 8, data: None, to, address, key };
-            for context in &mut contexts {
-                assert_eq!(pair.a.post(&write, at(context)), 0);
+    // The first is on its way for longer than a thread is kept from running.
+    let longest = Duration::from_secs(5);
+    let late =
+        |seed: &u64| Disorder::new(*seed, 0, longest).delay(Choice::Start, 0, 0) >= longest / 2;
+    let seed = (1..).find(late).unwrap().to_string();
+    let environment = [("FAKE_EFA_SEED", seed.as_str()), ("FAKE_EFA_DELAY_US", "5000000")];
+    alone("strictness::nothing_is_withdrawn_under_an_operation", &environment, |fake| {
+        let pair = Pair::new(fake);
+        let (mut source, target) = (pair.node.memory(64, 1), pair.node.memory(64, 0));
+        let (to, address, key) = (pair.to_b, target.address(), target.key());
+        let mut contexts: Vec<_> = (0..2).map(|_| context()).collect();
+        let write = Write { memory: &source, offset: 0, len: 8, data: None, to, address, key };
+        for context in &mut contexts {
+            assert_eq!(pair.a.post(&write, at(context)), 0);
+        }
+        assert_eq!(pair.a.remove(to), 0);
+        fake.broken(&["address removed in use"]);
+        source.close();
+        fake.broken(&["address removed in use", "registration closed in use"]);
+        // What had not left yet fails; what had, does not.
+        for _ in 0..2 {
+            match pair.a.next() {
+                Event::Done { .. } => {}
+                Event::Failed { err, prov, .. } => assert_eq!((err, prov), (sys::FI_EINVAL, 5)),
+                Event::Dead => panic!("dead"),
             }
-            assert_eq!(pair.a.remove(to), 0);
-            fake.broken(&["address removed in use"]);
-            source.close();
-            fake.broken(&["address removed in use", "registration closed in use"]);
-            // What had not left yet fails; what had, does not.
-            for _ in 0..2 {
-                match pair.a.next() {
-                    Event::Done { .. } => {}
-                    Event::Failed { err, prov, .. } => assert_eq!((err, prov), (sys::FI_EINVAL, 5)),
-                    Event::Dead => panic!("dead"),
-                }
-            }
-            assert_eq!(pair.a.remove(to), -sys::FI_EINVAL);
-            assert_eq!(fake.violations().split_off(2), ["address not inserted"]);
-            drop(source);
-            drop_all(pair, target);
-        },
-    );
+        }
+        assert_eq!(pair.a.remove(to), -sys::FI_EINVAL);
+        assert_eq!(fake.violations().split_off(2), ["address not inserted"]);
+        drop(source);
+        drop_all(pair, target);
+    });
 }
 
 #[test]
