@@ -35,6 +35,7 @@ use immwire_core::doors::Ways;
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
+use immwire_core::patience::Patience;
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Queue, Stand, reaches};
 use immwire_core::pulse::Watch;
@@ -80,8 +81,8 @@ struct Call {
     /// By door of ours, once a challenge has come to it: the nonce in it.
     acceptors: [Option<Nonce>; MAX_NICS],
     retry: Retry,
-    /// When it is given up if nothing more is heard.
-    until: Time,
+    /// It is given up if nothing more is heard.
+    patience: Patience,
     /// What is to be said next waits for the address.
     waits: bool,
     /// Its answer has waited for addresses.
@@ -91,13 +92,13 @@ struct Call {
 impl Call {
     /// When something is next to be done.
     fn due(&self) -> Time {
-        self.retry.due().min(self.until)
+        self.retry.due().min(self.patience.due())
     }
 
     /// The one who is called is there.
     fn heard(&mut self, now: Time) {
         self.retry = Retry::start(now);
-        self.until = now.after(UNANSWERED);
+        self.patience = Patience::start(now, UNANSWERED);
     }
 
     /// The peer may have opened its side.
@@ -144,6 +145,11 @@ impl Handshakes {
     /// When a call is to be repeated.
     pub(super) fn next_deadline(&self) -> Time {
         self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
+    }
+
+    /// We look again, for the first time since `before`.
+    pub(super) fn look(&mut self, before: Time, now: Time) {
+        self.calls.iter_mut().for_each(|call| call.patience.look(before, now));
     }
 
     /// Gives all calls up.
@@ -226,7 +232,7 @@ impl VerbsProvider {
             initiator,
             acceptors: [None; MAX_NICS],
             retry: Retry::start(self.now),
-            until: self.now.after(UNANSWERED),
+            patience: Patience::start(self.now, UNANSWERED),
             waits: false,
             put_off: false,
         };
@@ -311,7 +317,7 @@ impl VerbsProvider {
         let mut at = 0;
         // Not an iterator: a call that is given up leaves the list.
         while let Some(call) = self.handshakes.calls.get_mut(at) {
-            if now >= call.until {
+            if now >= call.patience.due() {
                 let peer = call.peer;
                 self.fail_call(peer, DownReason::NeverAnswered, sink);
                 continue;
