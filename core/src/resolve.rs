@@ -76,6 +76,21 @@ pub enum Look<V> {
     Full,
 }
 
+/// How much is known of an address, for who asks for no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Known {
+    /// It was found, however long ago: what it was is better than nothing.
+    Found,
+    /// It is being looked up.
+    Asked,
+    /// It will be, when others have been.
+    Waits,
+    /// It was looked up a moment ago, and was not found.
+    Failed,
+    /// It can be looked up.
+    Nothing,
+}
+
 /// Whether something can be connected to an address, without waiting for the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reach {
@@ -197,6 +212,21 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
     pub fn last(&self, key: K) -> Option<V> {
         let entry = self.entries.iter().find(|entry| entry.key == key)?;
         entry.found.as_ref().map(|(_, value)| value.clone())
+    }
+
+    /// How much is known of the address: it is not looked up for that. O(N).
+    #[must_use]
+    pub fn known(&self, now: Time, key: K) -> Known {
+        let Some(entry) = self.entries.iter().find(|entry| entry.key == key) else {
+            return Known::Nothing;
+        };
+        match entry.stage {
+            _ if entry.found.is_some() => Known::Found,
+            Stage::UnderWay { .. } => Known::Asked,
+            Stage::Waiting { .. } => Known::Waits,
+            Stage::Idle if entry.failed.is_some_and(|until| now < until) => Known::Failed,
+            Stage::Idle => Known::Nothing,
+        }
     }
 
     /// The address that is to be looked up next, if there is one and it may be now: it is under way. O(N).
@@ -360,6 +390,25 @@ mod tests {
             }
         }
 
+        /// It says of each address how much is known.
+        fn check(&self) {
+            let Model { last, waiting, under_way } = &self.model;
+            for (key, last) in KEYS.into_iter().zip(last) {
+                let has = |all: &[(u8, Asker)]| all.iter().any(|it| it.0 == key);
+                let expected = match *last {
+                    Some((_, true)) => Known::Found,
+                    _ if has(under_way) => Known::Asked,
+                    _ if has(waiting) => Known::Waits,
+                    Some((at, false)) if self.now.since(at) < LIMITS.rest => Known::Failed,
+                    _ => Known::Nothing,
+                };
+                // One that was forgotten for room is not known to have been found, or not.
+                let knows_all = N >= KEYS.len() || matches!(expected, Known::Asked | Known::Waits);
+                let known = self.resolve.known(self.now, key);
+                assert!(known == expected || !knows_all, "{known:?}, not {expected:?}");
+            }
+        }
+
         /// All that is waited for comes.
         fn drain(mut self) {
             for _ in 0..KEYS.len() {
@@ -405,6 +454,7 @@ mod tests {
         for _ in 0..depth {
             let mut below = Vec::new();
             for world in layer {
+                world.check();
                 world.clone().drain();
                 below.extend(world.next().into_iter().filter(|next| seen.insert(next.clone())));
             }

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use immwire_core::id::{NicIndex, Time};
 use immwire_core::port::{Gid, GidKind, Port, Queue, Route};
-use immwire_core::resolve::{Asker, Limits, Look, Reach, Resolve};
+use immwire_core::resolve::{Asker, Known, Limits, Look, Reach, Resolve};
 use rustix::event::EventfdFlags;
 
 use super::device::{AddressHandle, Device, Domain, QueuePair};
@@ -214,6 +214,11 @@ impl Resolver {
         self.hand_out(now);
         // What it was is better than nothing.
         self.table.last(key).map_or(waits, Way::Known)
+    }
+
+    /// How much is known of the way from the door of a NIC's device to a port: nothing is looked up for that.
+    pub(super) fn known(&self, now: Time, nic: usize, there: &Port) -> Known {
+        self.key(nic, there).map_or(Known::Failed, |(key, _)| self.table.known(now, key))
     }
 
     /// Whether a queue pair of this NIC can be connected to a port, without waiting for the kernel.
