@@ -106,6 +106,17 @@ impl<D: PartialEq> Ways<D> {
         self.pair().is_some_and(|(ours, theirs)| known(ours, theirs) == Known::Found)
     }
 
+    /// Whether nothing can be said, by any pair, and no address is looked up for that yet, since others' are: that is no one's silence. O(pairs).
+    #[must_use]
+    pub fn is_held_up(&self, known: impl Fn(usize, &D) -> Known) -> bool {
+        let mut waits = false;
+        let is_begun = self.all(&known).any(|it| {
+            waits |= it == Known::Waits;
+            matches!(it, Known::Found | Known::Asked)
+        });
+        waits && !is_begun
+    }
+
     /// An answer came by these two: they are used from now on. O(pairs).
     pub fn choose(&mut self, ours: usize, theirs: &D) {
         let found = self.theirs.iter().position(|door| door == theirs);
@@ -359,6 +370,21 @@ mod tests {
         assert_eq!(ways.pair(), Some((1, &0)));
         ways.try_another(look(known));
         assert_eq!(ways.pair(), Some((0, &0)));
+    }
+
+    /// Three pairs, and all that can be known of them.
+    #[test]
+    fn a_call_is_held_up_while_all_its_addresses_wait_for_others() {
+        const ALL: [Known; 5] =
+            [Known::Found, Known::Asked, Known::Waits, Known::Failed, Known::Nothing];
+        let ways = Ways::new(1, 0..3_u8).unwrap();
+        for word in 0..ALL.len().pow(3) {
+            let known = [1, 5, 25].map(|by| ALL[word / by % 5]);
+            let has = |it| known.contains(&it);
+            let expected = has(Known::Waits) && !has(Known::Found) && !has(Known::Asked);
+            let is_held_up = ways.is_held_up(|_, door| known[usize::from(*door)]);
+            assert_eq!(is_held_up, expected, "{known:?}");
+        }
     }
 
     /// As many as may be are looked up: no other is, and what is known is said all the same.

@@ -13,7 +13,8 @@
 //!
 //! Each device has a door. A call goes from one of ours to one of theirs, and by another pair each time that it is
 //! repeated, until it is answered (`immwire_core::doors`); answers go by the door that was asked, to the one that the
-//! question names. A challenge is good for the door that it was sent to. A pair whose address is not known is passed over until it is found.
+//! question names. A challenge is good for the door that it was sent to. A pair whose address is not known is passed over until it is found. A call of which
+//! nothing could be said yet because others' addresses are looked up first uses up no patience (`immwire_core::patience`).
 //!
 //! # Invariants
 //!
@@ -302,9 +303,12 @@ impl VerbsProvider {
             if is_known {
                 (call.ways, call.retry) = (ways, soon);
                 self.say_call(at);
-            } else if soon.due() < call.retry.due() {
-                // There may be room to look for another.
-                call.retry = soon;
+            } else {
+                if soon.due() < call.retry.due() {
+                    // There may be room to look for another.
+                    call.retry = soon;
+                }
+                self.be_patient(at);
             }
         }
         for PutOff { bytes, from, until } in std::mem::take(&mut self.handshakes.put_off) {
@@ -374,9 +378,7 @@ impl VerbsProvider {
         let Some(acceptor) = call.acceptors.get(ours).copied().flatten() else {
             let message = Message::Call { nonce: call.initiator, target: call.target, door: own };
             let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
-            if let Some(call) = self.handshakes.calls.get_mut(at) {
-                call.waits = sent != Sent::Posted;
-            }
+            self.said(at, sent);
             return;
         };
         let nonces = Nonces { initiator: call.initiator, acceptor };
@@ -388,8 +390,24 @@ impl VerbsProvider {
         let proof = proof(key, Prover::Initiator, &nonces, call.target, claim);
         let message = Message::Prove { nonces, door: own, proof: *proof.as_bytes(), claim };
         let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
+        self.said(at, sent);
+    }
+
+    /// What was to be said in a call was sent, or not.
+    fn said(&mut self, at: usize, sent: Sent) {
         if let Some(call) = self.handshakes.calls.get_mut(at) {
             call.waits = sent != Sent::Posted;
+        }
+        self.be_patient(at);
+    }
+
+    /// While nothing can be said in a call because others' addresses are looked up first, it uses up no patience.
+    fn be_patient(&mut self, at: usize) {
+        let Some(call) = self.handshakes.calls.get(at) else { return };
+        let is_held_up = call.waits && call.ways.is_held_up(self.known());
+        let now = self.now;
+        if let Some(call) = self.handshakes.calls.get_mut(at) {
+            call.patience.wait(now, is_held_up);
         }
     }
 
