@@ -22,6 +22,7 @@
 //! | [`courier`], [`mod@line`] | notes over lines that break and are made anew |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
 //! | [`resolve`] | which addresses are looked up, and how long the answers count |
+//! | [`patience`] | how long who is called may not answer |
 //! | [`life`], [`parting`] | how far a session over queue pairs is, and how it ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`], [`device`] | which NICs belong to which GPU, and which ports of a device are NICs |
@@ -68,6 +69,7 @@ pub mod note;
 pub mod opening;
 pub mod origin;
 pub mod parting;
+pub mod patience;
 pub mod peer;
 pub mod plan;
 pub mod pool;

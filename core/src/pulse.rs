@@ -60,8 +60,8 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Looks: so much has completed up to now, from whatever number it is counted, and `waits` says whether anything is under way. When
-    /// it will be stuck, if nothing completes until then; [`Time::NEVER`] if nothing is under way.
+    /// Looks: so much has completed up to now, from whatever number it is counted, and `waits` says whether anything is under way. All that has
+    /// completed is to be read before that. When it will be stuck, if nothing completes until then; [`Time::NEVER`] if nothing is under way.
     pub fn look(&mut self, now: Time, completed: u32, waits: bool, patience: Duration) -> Time {
         let goes_on = completed != self.completed;
         self.completed = completed;

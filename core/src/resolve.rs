@@ -14,14 +14,16 @@
 //! ```
 //!
 //! *Strangers* are whoever sends something from anywhere, to whom an answer would be due. They have us look for
-//! addresses of their choice; so only some lookups are for them at a time, and only some of them may wait.
+//! addresses of their choice; so only some lookups are for them at a time, and only some of them may wait. But newcomers
+//! are strangers, too, and we may look for somebody who is gone again and again; so a few lookups are theirs before ours.
 //!
 //! # Invariants
 //!
 //! 1. An address is looked up once at a time; no more are under way than [`Limits::at_once`], and for strangers no more
 //!    than [`Limits::strangers_at_once`].
 //! 2. What is waited for ([`Look::Waits`]) comes: if whatever is under way is answered, and what is
-//!    [`begin`](Resolve::begin) names is looked up. Ours before strangers', and otherwise in the order of asking.
+//!    [`begin`](Resolve::begin) names is looked up. While [`Limits::strangers_first`] are under way for strangers, ours before
+//!    theirs, and else theirs before ours; otherwise in the order of asking. So neither waits for all that the other asks for.
 //! 3. A value is no older than who asks for it wants it.
 //! 4. An address that was not found rests before it is looked up again; unless others took its place, or there is reason
 //!    to think that it can be found now ([`Resolve::forget`]).
@@ -50,6 +52,8 @@ pub struct Limits {
     pub at_once: usize,
     /// Of these for strangers.
     pub strangers_at_once: usize,
+    /// Of these, so many begin before any for us.
+    pub strangers_first: usize,
     /// Beside these, for strangers: they wait.
     pub strangers_waiting: usize,
     /// How long an address that was not found is not looked up again.
@@ -70,6 +74,21 @@ pub enum Look<V> {
     Failed,
     /// There is no room to wait in: ask again later, if at all.
     Full,
+}
+
+/// How much is known of an address, for who asks for no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Known {
+    /// It was found, however long ago: what it was is better than nothing.
+    Found,
+    /// It is being looked up.
+    Asked,
+    /// It will be, when others have been.
+    Waits,
+    /// It was looked up a moment ago, and was not found.
+    Failed,
+    /// It can be looked up.
+    Nothing,
 }
 
 /// Whether something can be connected to an address, without waiting for the kernel.
@@ -195,6 +214,21 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
         entry.found.as_ref().map(|(_, value)| value.clone())
     }
 
+    /// How much is known of the address: it is not looked up for that. O(N).
+    #[must_use]
+    pub fn known(&self, now: Time, key: K) -> Known {
+        let Some(entry) = self.entries.iter().find(|entry| entry.key == key) else {
+            return Known::Nothing;
+        };
+        match entry.stage {
+            _ if entry.found.is_some() => Known::Found,
+            Stage::UnderWay { .. } => Known::Asked,
+            Stage::Waiting { .. } => Known::Waits,
+            Stage::Idle if entry.failed.is_some_and(|until| now < until) => Known::Failed,
+            Stage::Idle => Known::Nothing,
+        }
+    }
+
     /// The address that is to be looked up next, if there is one and it may be now: it is under way. O(N).
     #[must_use = "it counts as under way until it is answered"]
     pub fn begin(&mut self) -> Option<K> {
@@ -204,12 +238,14 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
             return None;
         }
         let full = strangers >= self.limits.strangers_at_once;
+        let first = strangers < self.limits.strangers_first;
         let waiting = self.entries.iter_mut().filter_map(|entry| match entry.stage {
             Stage::Waiting { asker: Asker::Stranger, .. } if full => None,
             Stage::Waiting { asker, turn } => Some((asker, turn, entry)),
             _ => None,
         });
-        let (asker, _, entry) = waiting.min_by_key(|(asker, turn, _)| (*asker, *turn))?;
+        let after = |asker| (asker == Asker::Stranger) != first;
+        let (asker, _, entry) = waiting.min_by_key(|(asker, turn, _)| (after(*asker), *turn))?;
         entry.stage = Stage::UnderWay { asker };
         Some(entry.key)
     }
@@ -259,7 +295,7 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use std::collections::{HashSet, VecDeque};
     use std::vec::Vec;
 
     use super::*;
@@ -269,6 +305,7 @@ mod tests {
     const LIMITS: Limits = Limits {
         at_once: 2,
         strangers_at_once: 1,
+        strangers_first: 0,
         strangers_waiting: 1,
         rest: Duration::from_nanos(2),
         kept: Duration::MAX,
@@ -334,7 +371,9 @@ mod tests {
             let strangers = model.under_way.iter().filter(|it| it.1 == Asker::Stranger).count();
             let may = |asker| asker == Asker::Us || strangers < LIMITS.strangers_at_once;
             let find = |who| model.waiting.iter().position(|it| it.1 == who && may(who));
-            let at = find(Asker::Us).or_else(|| find(Asker::Stranger));
+            let (ours, theirs) = (find(Asker::Us), find(Asker::Stranger));
+            let first = strangers < self.resolve.limits.strangers_first;
+            let at = if first { theirs.or(ours) } else { ours.or(theirs) };
             let at = at.filter(|_| model.under_way.len() < LIMITS.at_once);
             let taken = at.map(|at| model.waiting.remove(at));
             assert_eq!(self.resolve.begin(), taken.map(|it| it.0));
@@ -348,6 +387,25 @@ mod tests {
             if let Some(at) = model.under_way.iter().position(|it| it.0 == key) {
                 model.under_way.remove(at);
                 model.last[usize::from(key)] = Some((self.now, good));
+            }
+        }
+
+        /// It says of each address how much is known.
+        fn check(&self) {
+            let Model { last, waiting, under_way } = &self.model;
+            for (key, last) in KEYS.into_iter().zip(last) {
+                let has = |all: &[(u8, Asker)]| all.iter().any(|it| it.0 == key);
+                let expected = match *last {
+                    Some((_, true)) => Known::Found,
+                    _ if has(under_way) => Known::Asked,
+                    _ if has(waiting) => Known::Waits,
+                    Some((at, false)) if self.now.since(at) < LIMITS.rest => Known::Failed,
+                    _ => Known::Nothing,
+                };
+                // One that was forgotten for room is not known to have been found, or not.
+                let knows_all = N >= KEYS.len() || matches!(expected, Known::Asked | Known::Waits);
+                let known = self.resolve.known(self.now, key);
+                assert!(known == expected || !knows_all, "{known:?}, not {expected:?}");
             }
         }
 
@@ -389,13 +447,14 @@ mod tests {
         }
     }
 
-    fn explore<const N: usize>(kept: Duration, depth: u32) -> usize {
-        let resolve = Resolve::new(Limits { kept, ..LIMITS });
+    fn explore<const N: usize>(kept: Duration, strangers_first: usize, depth: u32) -> usize {
+        let resolve = Resolve::new(Limits { kept, strangers_first, ..LIMITS });
         let world = World::<N> { resolve, model: Model::default(), now: Time::ZERO };
         let (mut seen, mut layer) = (HashSet::new(), Vec::from([world]));
         for _ in 0..depth {
             let mut below = Vec::new();
             for world in layer {
+                world.check();
                 world.clone().drain();
                 below.extend(world.next().into_iter().filter(|next| seen.insert(next.clone())));
             }
@@ -406,15 +465,19 @@ mod tests {
 
     #[test]
     fn all_that_is_waited_for_comes_within_its_limits() {
-        let seen = explore::<3>(Duration::MAX, 8);
-        assert!(seen > 20_000, "{seen}");
+        for strangers_first in [0, 1] {
+            let seen = explore::<3>(Duration::MAX, strangers_first, 8);
+            assert!(seen > 20_000, "{seen}");
+        }
     }
 
     /// The same where there is no room for all, and what nobody asks for is forgotten.
     #[test]
     fn what_is_forgotten_is_looked_up_again() {
-        let seen = explore::<2>(Duration::from_nanos(3), 8);
-        assert!(seen > 20_000, "{seen}");
+        for strangers_first in [0, 1] {
+            let seen = explore::<2>(Duration::from_nanos(3), strangers_first, 8);
+            assert!(seen > 20_000, "{seen}");
+        }
         let mut one = Resolve::<u8, u8, 1>::new(LIMITS);
         let mut look = |key, at| one.look(Time::from_nanos(at), key, Asker::Us, WITHIN);
         assert_eq!([look(1, 0), look(2, 0)], [Look::Waits, Look::Full]);
@@ -429,6 +492,47 @@ mod tests {
         assert_eq!(one.last(1), None);
         assert_eq!(one.look(late, 1, Asker::Us, WITHIN), Look::Failed);
         assert_eq!(one.look(late, 2, Asker::Us, WITHIN), Look::Waits);
+    }
+
+    /// Some have so many addresses looked up that nobody has, each again as soon as it has failed, that there is never a lookup to spare. Who comes
+    /// then, of the others, is begun within as many answers as there are lookups for the first, and a stranger with the next.
+    #[test]
+    fn nobody_waits_for_all_that_others_ask_for() {
+        const LATE: u8 = 31;
+        let limits = Limits {
+            at_once: 8,
+            strangers_at_once: 4,
+            strangers_first: 2,
+            strangers_waiting: 16,
+            rest: Duration::ZERO,
+            kept: Duration::MAX,
+        };
+        for (many, late, most) in [(Asker::Us, Asker::Stranger, 1), (Asker::Stranger, Asker::Us, 8)]
+        {
+            for others in 1..LATE {
+                let mut resolve = Resolve::<u8, (), 32>::new(limits);
+                let (mut under_way, mut waited) = (VecDeque::new(), None);
+                for answers in 0..100 {
+                    for key in 0..others {
+                        let said = resolve.look(Time::ZERO, key, many, WITHIN);
+                        assert!(said == Look::Waits || many == Asker::Stranger);
+                    }
+                    if answers == 50 {
+                        assert_eq!(resolve.look(Time::ZERO, LATE, late, WITHIN), Look::Waits);
+                    }
+                    while let Some(key) = resolve.begin() {
+                        under_way.push_back(key);
+                        if key == LATE {
+                            waited = Some(answers - 50);
+                        }
+                    }
+                    let oldest = under_way.pop_front().unwrap();
+                    resolve.answered(Time::ZERO, oldest, None);
+                }
+                let in_time = waited.is_some_and(|waited| waited <= most);
+                assert!(in_time, "{waited:?} answers for {late:?}, beside {others}");
+            }
+        }
     }
 
     /// All ways of up to four: nobody is kept who is reached, but for what may be reached with it soon.
@@ -465,6 +569,7 @@ mod tests {
         let limits = Limits {
             at_once: 4,
             strangers_at_once: 4,
+            strangers_first: 2,
             strangers_waiting: 8,
             rest: LOOKUP,
             kept: LOOKUP,

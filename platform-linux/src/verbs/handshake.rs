@@ -13,7 +13,8 @@
 //!
 //! Each device has a door. A call goes from one of ours to one of theirs, and by another pair each time that it is
 //! repeated, until it is answered (`immwire_core::doors`); answers go by the door that was asked, to the one that the
-//! question names. A challenge is good for the door that it was sent to.
+//! question names. A challenge is good for the door that it was sent to. A pair whose address is not known is passed over until it is found. A call of which
+//! nothing could be said yet because others' addresses are looked up first uses up no patience (`immwire_core::patience`).
 //!
 //! # Invariants
 //!
@@ -35,11 +36,12 @@ use immwire_core::doors::Ways;
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
+use immwire_core::patience::Patience;
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Queue, Stand, reaches};
 use immwire_core::pulse::Watch;
 use immwire_core::recycle::Turn;
-use immwire_core::resolve::{Asker, Reach};
+use immwire_core::resolve::{Asker, Known, Reach};
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::device::QueuePair;
@@ -80,9 +82,9 @@ struct Call {
     /// By door of ours, once a challenge has come to it: the nonce in it.
     acceptors: [Option<Nonce>; MAX_NICS],
     retry: Retry,
-    /// When it is given up if nothing more is heard.
-    until: Time,
-    /// What is to be said next waits for the address.
+    /// It is given up if nothing more is heard.
+    patience: Patience,
+    /// Nothing has been said by the pair whose turn it is: its address is not known.
     waits: bool,
     /// Its answer has waited for addresses.
     put_off: bool,
@@ -91,13 +93,13 @@ struct Call {
 impl Call {
     /// When something is next to be done.
     fn due(&self) -> Time {
-        self.retry.due().min(self.until)
+        self.retry.due().min(self.patience.due())
     }
 
     /// The one who is called is there.
     fn heard(&mut self, now: Time) {
         self.retry = Retry::start(now);
-        self.until = now.after(UNANSWERED);
+        self.patience = Patience::start(now, UNANSWERED);
     }
 
     /// The peer may have opened its side.
@@ -144,6 +146,11 @@ impl Handshakes {
     /// When a call is to be repeated.
     pub(super) fn next_deadline(&self) -> Time {
         self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
+    }
+
+    /// We look again, for the first time since `before`.
+    pub(super) fn look(&mut self, before: Time, now: Time) {
+        self.calls.iter_mut().for_each(|call| call.patience.look(before, now));
     }
 
     /// Gives all calls up.
@@ -210,6 +217,7 @@ impl VerbsProvider {
         reaches(self.doors.places().map(|door| &door.port), theirs)
             .map_err(|why| ConnectError::NoRoute { why })?;
         ways.start(self.may_lead());
+        let may_say = ways.may_say(self.known());
         let lacks = |why: VerbsError| ConnectError::Local { why: why.into() };
         let token = new_token().map_err(VerbsError::Random).map_err(lacks)?;
         let initiator = random().map_err(VerbsError::Random).map_err(lacks)?;
@@ -226,12 +234,14 @@ impl VerbsProvider {
             initiator,
             acceptors: [None; MAX_NICS],
             retry: Retry::start(self.now),
-            until: self.now.after(UNANSWERED),
-            waits: false,
+            patience: Patience::start(self.now, UNANSWERED),
+            waits: true,
             put_off: false,
         };
         self.handshakes.calls.push(call);
-        self.say_call(self.handshakes.calls.len() - 1);
+        if may_say {
+            self.say_call(self.handshakes.calls.len() - 1);
+        }
         Ok(())
     }
 
@@ -272,14 +282,33 @@ impl VerbsProvider {
         }
     }
 
+    /// How much is known of the address of a peer's door, from one of ours.
+    fn known(&self) -> impl Fn(usize, &Place) -> Known {
+        let may_lead = self.may_lead();
+        move |ours, theirs| {
+            let nic = self.doors.nic(ours).filter(|_| may_lead(ours, theirs));
+            nic.map_or(Known::Failed, |nic| self.resolver.known(self.now, nic, &theirs.port))
+        }
+    }
+
     /// Addresses were looked up: says and hears what has waited for them.
     pub(super) fn resume<S: Sink>(&mut self, sink: &mut S) {
         let now = self.now;
         for at in 0..self.handshakes.calls.len() {
+            let waiting = self.handshakes.calls.get(at).filter(|call| call.waits);
+            let Some(mut ways) = waiting.map(|call| call.ways.clone()) else { continue };
+            let is_known = ways.resume(self.known());
             let Some(call) = self.handshakes.calls.get_mut(at) else { break };
-            if std::mem::take(&mut call.waits) {
-                call.retry = Retry::start(now);
+            let soon = Retry::start(now);
+            if is_known {
+                (call.ways, call.retry) = (ways, soon);
                 self.say_call(at);
+            } else {
+                if soon.due() < call.retry.due() {
+                    // There may be room to look for another.
+                    call.retry = soon;
+                }
+                self.be_patient(at);
             }
         }
         for PutOff { bytes, from, until } in std::mem::take(&mut self.handshakes.put_off) {
@@ -311,31 +340,33 @@ impl VerbsProvider {
         let mut at = 0;
         // Not an iterator: a call that is given up leaves the list.
         while let Some(call) = self.handshakes.calls.get_mut(at) {
-            if now >= call.until {
+            if now >= call.patience.due() {
                 let peer = call.peer;
                 self.fail_call(peer, DownReason::NeverAnswered, sink);
                 continue;
             }
-            if call.retry.is_due(now) {
-                self.try_another(at);
+            if call.retry.is_due(now) && self.try_another(at) {
                 self.say_call(at);
             }
             at += 1;
         }
     }
 
-    /// A call was not answered: what is said next goes by another pair of doors, if there is one.
-    fn try_another(&mut self, at: usize) {
+    /// A call was not answered, or not said: what is said next goes by another pair of doors, if there is one that is of use now. Whether anything may
+    /// be said.
+    fn try_another(&mut self, at: usize) -> bool {
         let Some(mut ways) = self.handshakes.calls.get(at).map(|call| call.ways.clone()) else {
-            return;
+            return false;
         };
-        let is_new = ways.advance(self.may_lead());
+        let is_new = ways.try_another(self.known());
+        let may_say = ways.may_say(self.known());
         if let Some(call) = self.handshakes.calls.get_mut(at) {
             call.ways = ways;
             if is_new {
                 call.retry = Retry::start(self.now);
             }
         }
+        may_say
     }
 
     /// Says what is next in a call.
@@ -347,9 +378,7 @@ impl VerbsProvider {
         let Some(acceptor) = call.acceptors.get(ours).copied().flatten() else {
             let message = Message::Call { nonce: call.initiator, target: call.target, door: own };
             let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
-            if let Some(call) = self.handshakes.calls.get_mut(at) {
-                call.waits = sent == Sent::Waits;
-            }
+            self.said(at, sent);
             return;
         };
         let nonces = Nonces { initiator: call.initiator, acceptor };
@@ -361,8 +390,24 @@ impl VerbsProvider {
         let proof = proof(key, Prover::Initiator, &nonces, call.target, claim);
         let message = Message::Prove { nonces, door: own, proof: *proof.as_bytes(), claim };
         let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
+        self.said(at, sent);
+    }
+
+    /// What was to be said in a call was sent, or not.
+    fn said(&mut self, at: usize, sent: Sent) {
         if let Some(call) = self.handshakes.calls.get_mut(at) {
-            call.waits = sent == Sent::Waits;
+            call.waits = sent != Sent::Posted;
+        }
+        self.be_patient(at);
+    }
+
+    /// While nothing can be said in a call because others' addresses are looked up first, it uses up no patience.
+    fn be_patient(&mut self, at: usize) {
+        let Some(call) = self.handshakes.calls.get(at) else { return };
+        let is_held_up = call.waits && call.ways.is_held_up(self.known());
+        let now = self.now;
+        if let Some(call) = self.handshakes.calls.get_mut(at) {
+            call.patience.wait(now, is_held_up);
         }
     }
 

@@ -36,6 +36,9 @@ impl VerbsProvider {
             return;
         }
         tracing::warn!(peer = %session.peer, nic, "a line broke");
+        // What stands still on paths of this NIC is broken, too, and it may be that the line is whole again in a moment, for this end alone: the
+        // other may hear nothing that we say. So that is seen now.
+        session.pulse.doubt(now);
         if !session.courier.break_line(nic) {
             session.life.leave(now, Notice::Untold, Some(DownReason::Disconnected));
         }

@@ -143,6 +143,7 @@ use immwire_core::imm::Imm;
 use immwire_core::life::Notice;
 use immwire_core::note::LANES;
 use immwire_core::parting::Draining;
+use immwire_core::patience::BLINK;
 use immwire_core::peer::DownReason;
 use immwire_core::pulse::patience;
 use immwire_core::shelf::{Lengths, Needs, Room, SHELVES_MAX};
@@ -683,6 +684,8 @@ pub struct VerbsProvider {
     grant: u16,
     /// Batches of completions read before a queue pair is destroyed: as many as a queue may have, for what is not read by then is lost.
     last_rounds: usize,
+    /// When it was polled last, or when it was to be woken if it sleeps.
+    looked: Time,
     /// When all that can wait was looked at last.
     tended: Time,
     /// Something is to be done beside the way of data.
@@ -789,6 +792,7 @@ impl VerbsProvider {
                 .unwrap_or(usize::MAX)
                 / BATCH
                 + 1,
+            looked: Time::ZERO,
             tended: Time::ZERO,
             urgent: true,
             woken: true,
@@ -1296,6 +1300,11 @@ impl Provider for VerbsProvider {
 
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         self.now = self.now.max(now);
+        let before = std::mem::replace(&mut self.looked, self.now);
+        if self.now.since(before) >= BLINK {
+            // Answers may have come meanwhile: nobody has been silent for that.
+            self.handshakes.look(before, self.now);
+        }
         let mut any = false;
         for at in 0..self.ports.len() {
             any |= self.poll_nic(at, ROUNDS, sink);
@@ -1430,6 +1439,7 @@ impl Provider for VerbsProvider {
             may_sleep &= armed && port.read() && port.stash.is_empty();
         }
         if may_sleep {
+            self.looked = self.now.after(nap);
             self.set_timer(nap.max(Duration::from_micros(1)));
         }
         may_sleep

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use immwire_core::id::{NicIndex, Time};
 use immwire_core::port::{Gid, GidKind, Port, Queue, Route};
-use immwire_core::resolve::{Asker, Limits, Look, Reach, Resolve};
+use immwire_core::resolve::{Asker, Known, Limits, Look, Reach, Resolve};
 use rustix::event::EventfdFlags;
 
 use super::device::{AddressHandle, Device, Domain, QueuePair};
@@ -45,6 +45,7 @@ const KNOWN_FOR: Duration = Duration::from_secs(10);
 const LIMITS: Limits = Limits {
     at_once: AT_ONCE,
     strangers_at_once: AT_ONCE / 2,
+    strangers_first: AT_ONCE / 4,
     strangers_waiting: 128,
     // Less than a call lasts: who comes up meanwhile is found.
     rest: Duration::from_secs(1),
@@ -213,6 +214,11 @@ impl Resolver {
         self.hand_out(now);
         // What it was is better than nothing.
         self.table.last(key).map_or(waits, Way::Known)
+    }
+
+    /// How much is known of the way from the door of a NIC's device to a port: nothing is looked up for that.
+    pub(super) fn known(&self, now: Time, nic: usize, there: &Port) -> Known {
+        self.key(nic, there).map_or(Known::Failed, |(key, _)| self.table.known(now, key))
     }
 
     /// Whether a queue pair of this NIC can be connected to a port, without waiting for the kernel.

@@ -138,7 +138,7 @@ impl VerbsProvider {
             self.open_outlets(index);
             self.greet(index);
             self.speak(index);
-            self.probe(index);
+            self.probe(index, sink);
             if self.part_with(index) {
                 self.finish(index, sink);
             } else {
@@ -167,8 +167,16 @@ impl VerbsProvider {
 
     /// Sees whether a peer's devices answer, if nothing else has shown it since the last time; and whether what is under way
     /// goes on.
-    pub(super) fn probe(&mut self, index: u16) {
+    pub(super) fn probe<S: Sink>(&mut self, index: u16, sink: &mut S) {
         let (now, patience) = (self.now, self.patience);
+        let open = self.session(index).filter(|session| session.life.is_open());
+        if open.is_none_or(|session| now < session.pulse.due()) {
+            return;
+        }
+        // What has completed does not lie there unread, as after a pause it may: it would be taken for stuck.
+        for at in 0..self.ports.len() {
+            self.poll_nic(at, self.last_rounds, sink);
+        }
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let Some(session) = session.filter(|session| session.life.is_open()) else { return };
         let Some(silent) = session.pulse.look(now) else { return };

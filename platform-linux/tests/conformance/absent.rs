@@ -26,8 +26,10 @@ pub const TESTS: &[Test] = &[
     ("another_network", Spread::Once, another_network),
 ];
 /// In a guest with four devices.
-pub const FOUR_DEVICES: &[Test] =
-    &[("a_nic_without_answer", Spread::TwoNics, a_nic_without_answer)];
+pub const FOUR_DEVICES: &[Test] = &[
+    ("a_nic_without_answer", Spread::TwoNics, a_nic_without_answer),
+    ("one_among_absent_engines", Spread::Once, one_among_absent_engines),
+];
 
 /// Between the ends of two writes, at most, while addresses are looked up: half of what one lookup takes the kernel.
 const GAP: Duration = Duration::from_millis(500);
@@ -75,13 +77,16 @@ fn longest_gap(
     gap
 }
 
-/// The same engine's, where nobody is.
+/// The same engine's, where nobody is: each NIC's at an address of its own, from that one on.
 fn absent(address: &NetAddr, host: u8) -> NetAddr {
-    changed(address, host.into(), |door| *door.port.gid.0.last_mut().expect("bytes") = host)
+    let mut hosts = host..;
+    changed(address, host.into(), |door| {
+        *door.port.gid.0.last_mut().expect("bytes") = hosts.next().expect("few");
+    })
 }
 
 /// Another engine's, with doors as these would be but for a change.
-fn changed(address: &NetAddr, engine: u64, change: impl Fn(&mut Door)) -> NetAddr {
+fn changed(address: &NetAddr, engine: u64, mut change: impl FnMut(&mut Door)) -> NetAddr {
     let nics = address.nics().iter().map(|nic| {
         let mut door = Door::decode(&nic.address).expect("a door");
         change(&mut door);
@@ -146,6 +151,24 @@ fn calls_to_nobody(case: &Case) {
     });
     assert!(gap < GAP, "{gap:?} without a write; {quiet:?} when nobody was called");
     drop(another);
+}
+
+/// Three engines of four NICs that are not there are called, and a moment later one that is: of that one something is said before all that is asked
+/// of the others was answered.
+fn one_among_absent_engines(case: &Case) {
+    let me = Host::new(&case.setup(4));
+    let mut other = case.bare_agent("other");
+    let there = other.build(&case.setup(4));
+    let called = [200, 210, 220].map(|host| me.call(&absent(&there, host)).expect("a call"));
+    std::thread::sleep(Duration::from_millis(400));
+    let start = Instant::now();
+    let found = me.call(&there).expect("a call");
+    assert_eq!(me.met(found), Ok(()));
+    println!("one that is there was up after {} ms", start.elapsed().as_millis());
+    for peer in called {
+        let reason = DownReason::NeverAnswered;
+        assert_eq!(me.engine.wait_peer(peer, patience()), Err(PeerError::Down { peer, reason }));
+    }
 }
 
 /// One of a peer's NICs is not answered from: the peer is reached by the other, and nobody waits for that.

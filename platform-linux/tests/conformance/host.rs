@@ -185,16 +185,26 @@ impl Host {
 
     /// Connects, and waits until the peer is up or not wanted.
     pub fn try_peer(&self, address: &NetAddr) -> Result<PeerId, String> {
+        let peer = self.call(address)?;
+        self.met(peer).map(|()| peer)
+    }
+
+    /// Begins to connect.
+    pub fn call(&self, address: &NetAddr) -> Result<PeerId, String> {
         let peer = match &self.driver {
             None => self.engine.add_peer(address),
             Some(driver) => driver.borrow_mut().add_peer(address),
         };
-        let peer = peer.map_err(|error| error.to_string())?;
+        peer.map_err(|error| error.to_string())
+    }
+
+    /// Waits until the peer is up or not wanted.
+    pub fn met(&self, peer: PeerId) -> Result<(), String> {
         let up = match &self.driver {
             None => self.engine.wait_peer(peer, patience()),
             Some(driver) => driver.borrow_mut().wait_peer(peer, patience()),
         };
-        up.map(|()| peer).map_err(|error| error.to_string())
+        up.map_err(|error| error.to_string())
     }
 
     /// How the peer stands: where it was silent for a while, once it is known why. Who was kept from running is up again as soon as it is heard.

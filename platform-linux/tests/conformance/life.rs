@@ -30,6 +30,9 @@ pub const TESTS: &[Test] = &[
     ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
 ];
 
+/// At queue pairs: they take messages though nobody polls, and hold nothing for a caller that it could be too late for.
+pub const AT_QUEUE_PAIRS: &[Test] = &[("pauses_in_a_call", Spread::Once, pauses_in_a_call)];
+
 /// Where memory of a process that does not run is written all the same, over several NICs.
 pub const TOO_LATE: &[Test] =
     &[("counted_when_the_writer_is_gone", Spread::Once, counted_when_the_writer_is_gone)];
@@ -253,6 +256,18 @@ fn calls_after_a_pause(case: &Case) {
     me.step();
     std::thread::sleep(Duration::from_secs(4));
     me.peer(&address);
+}
+
+/// One that nobody polls after it has called, for longer than an answer may take: the answer lies there, and the rest of the call follows.
+fn pauses_in_a_call(case: &Case) {
+    let me = Host::new(&Setup { motor: Motor::Polled, ..case.setup(case.nics.0) });
+    // From then on it is known how a peer there is reached.
+    let (_first, known) = case.agent("first");
+    me.peer(&known);
+    let (_other, address) = case.agent("other");
+    let peer = me.call(&address).expect("a call");
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(me.met(peer), Ok(()));
 }
 
 /// Full is an answer, and one can wait for the opposite.

@@ -682,6 +682,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     if facts.tells_death && !facts.has_gpus {
         modules.push(faults::DEATHS);
     }
+    if facts.door == Some(Door::QueuePair) {
+        modules.push(life::AT_QUEUE_PAIRS);
+    }
     if facts.several_nics && facts.writes_into_the_stopped == Some(true) {
         modules.push(life::TOO_LATE);
     }

@@ -7,7 +7,7 @@
 //! there are four, each has its own, and the other end sees nothing but that it is not answered.
 
 use std::collections::VecDeque;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use immwire::{
@@ -74,7 +74,7 @@ pub fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     all.into_iter().filter(|(needed, _)| *needed <= devices).map(|(_, tests)| tests).collect()
 }
 
-/// Takes a NIC's port down, or up again; and up, when dropped.
+/// Takes a NIC's port down, or up again, or mute; and up, and not mute, when dropped by a test that failed: those after it find it as it was.
 pub struct Port(pub u8);
 
 impl Port {
@@ -94,6 +94,8 @@ impl Port {
 impl Drop for Port {
     fn drop(&mut self) {
         if std::thread::panicking() {
+            // Of one that is not mute there is nothing to be undone, which is an error.
+            let _ = self.command("netem").stderr(Stdio::null()).status();
             self.set("up");
         }
     }
