@@ -378,7 +378,7 @@ impl VerbsProvider {
         let Some(acceptor) = call.acceptors.get(ours).copied().flatten() else {
             let message = Message::Call { nonce: call.initiator, target: call.target, door: own };
             let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
-            self.said(at, sent);
+            self.was_said(at, sent);
             return;
         };
         let nonces = Nonces { initiator: call.initiator, acceptor };
@@ -390,11 +390,11 @@ impl VerbsProvider {
         let proof = proof(key, Prover::Initiator, &nonces, call.target, claim);
         let message = Message::Prove { nonces, door: own, proof: *proof.as_bytes(), claim };
         let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
-        self.said(at, sent);
+        self.was_said(at, sent);
     }
 
     /// What was to be said in a call was sent, or not.
-    fn said(&mut self, at: usize, sent: Sent) {
+    fn was_said(&mut self, at: usize, sent: Sent) {
         if let Some(call) = self.handshakes.calls.get_mut(at) {
             call.waits = sent != Sent::Posted;
         }
