@@ -222,6 +222,7 @@ const HOLD: &std::ffi::CStr = c"immwire_fake_cuda_hold";
 pub const ON_THE_STAND_IN: &[&str] = &[
     "counts_come_after_a_flush",
     "late_copies_of_the_host",
+    "late_zeroes",
     "stuck",
     "closed_beside_another",
     "refused_copies",
