@@ -26,10 +26,10 @@ pub const TESTS: &[Test] = &[
     ("another_network", Spread::Once, another_network),
 ];
 /// In a guest with four devices.
-pub const FOUR_DEVICES: &[Test] = &[
-    ("a_nic_without_answer", Spread::TwoNics, a_nic_without_answer),
-    ("one_among_absent_engines", Spread::Once, one_among_absent_engines),
-];
+pub const FOUR_DEVICES: &[Test] =
+    &[("a_nic_without_answer", Spread::TwoNics, a_nic_without_answer)];
+/// There, of addresses of NICs alone.
+pub const ALONE: &[Test] = &[("one_among_absent_engines", Spread::Once, one_among_absent_engines)];
 
 /// Between the ends of two writes, at most, while addresses are looked up: half of what one lookup takes the kernel.
 const GAP: Duration = Duration::from_millis(500);

@@ -44,8 +44,9 @@ const FOUR_DEVICES: &[Test] = &[
     }),
     ("doors_crosswise", Spread::TwoNics, doors_crosswise),
     ("leaves_before_it_is_answered", Spread::TwoNics, leaves_before_it_is_answered),
-    ("peers_address_taken", Spread::TwoNics, address_taken),
 ];
+/// Of addresses of NICs alone.
+const ALONE: &[Test] = &[("peers_address_taken", Spread::TwoNics, address_taken)];
 
 /// What is done to a port, and what undoes it. Of one that is mute, what arrives is not acknowledged: it is counted all
 /// the same, and must not be counted again.
@@ -61,13 +62,16 @@ pub const APART: Devices = [&["rxe0", "rxe1"], &["rxe2", "rxe3"]];
 /// Those that the guest has devices for. Who has two kinds of address cannot say who is reached by NICs and absent.
 pub fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     let devices = std::env::var("IMMWIRE_GUEST_NICS").unwrap_or_default().parse().unwrap_or(0);
-    let is_alone = facts.host.is_none() && !facts.has_gpus;
+    let spans = facts.host.is_some();
+    let is_alone = !spans && !facts.has_gpus;
     let tells = is_alone && crate::events::folder().is_some();
     let all = [
-        (if facts.host.is_none() { 1 } else { u8::MAX }, crate::absent::TESTS),
+        (if spans { u8::MAX } else { 1 }, crate::absent::TESTS),
         (2, TWO_DEVICES),
         (4, FOUR_DEVICES),
+        (if spans { u8::MAX } else { 4 }, ALONE),
         (4, crate::absent::FOUR_DEVICES),
+        (if spans { u8::MAX } else { 4 }, crate::absent::ALONE),
         (4, crate::disturbed::TESTS),
         (if tells { 4 } else { u8::MAX }, crate::events::TESTS),
     ];
