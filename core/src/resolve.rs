@@ -23,7 +23,8 @@
 //!    than [`Limits::strangers_at_once`].
 //! 2. What is waited for ([`Look::Waits`]) comes: if whatever is under way is answered, and what is
 //!    [`begin`](Resolve::begin) names is looked up. While [`Limits::strangers_first`] are under way for strangers, ours before
-//!    theirs, and else theirs before ours; otherwise in the order of asking. So neither waits for all that the other asks for.
+//!    theirs, and else theirs before ours; otherwise in the order of asking. So neither waits for all that the other asks for, and
+//!    what both ask for does not come later than it would for either.
 //! 3. A value is no older than who asks for it wants it.
 //! 4. An address that was not found rests before it is looked up again; unless others took its place, or there is reason
 //!    to think that it can be found now ([`Resolve::forget`]).
@@ -83,11 +84,11 @@ pub enum Known {
     Found,
     /// It is being looked up.
     Asked,
-    /// It will be, when others have been.
+    /// It will be, for us, when others have been.
     Waits,
     /// It was looked up a moment ago, and was not found.
     Failed,
-    /// It can be looked up.
+    /// It can be looked up, if it does not wait to be for strangers.
     Nothing,
 }
 
@@ -137,8 +138,15 @@ impl Reach {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
     Idle,
-    Waiting { asker: Asker, turn: u64 },
-    UnderWay { asker: Asker },
+    /// For whom: one of the two at least.
+    Waiting {
+        us: bool,
+        stranger: bool,
+        turn: u64,
+    },
+    UnderWay {
+        asker: Asker,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -178,8 +186,9 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
                 return Look::Found(value.clone());
             }
             match &mut entry.stage {
-                Stage::Waiting { asker: first, .. } => {
-                    *first = asker.min(*first);
+                Stage::Waiting { us, stranger, .. } => {
+                    *us |= asker == Asker::Us;
+                    *stranger |= asker == Asker::Stranger;
                     return Look::Waits;
                 }
                 Stage::UnderWay { .. } => return Look::Waits,
@@ -192,7 +201,8 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
         if asker == Asker::Stranger && self.strangers_waiting() >= self.limits.strangers_waiting {
             return Look::Full;
         }
-        let stage = Stage::Waiting { asker, turn: self.turn };
+        let (us, stranger) = (asker == Asker::Us, asker == Asker::Stranger);
+        let stage = Stage::Waiting { us, stranger, turn: self.turn };
         match known.and_then(|at| self.entries.get_mut(at)) {
             Some(entry) => entry.stage = stage,
             None => {
@@ -223,9 +233,9 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
         match entry.stage {
             _ if entry.found.is_some() => Known::Found,
             Stage::UnderWay { .. } => Known::Asked,
-            Stage::Waiting { .. } => Known::Waits,
+            Stage::Waiting { us: true, .. } => Known::Waits,
             Stage::Idle if entry.failed.is_some_and(|until| now < until) => Known::Failed,
-            Stage::Idle => Known::Nothing,
+            Stage::Waiting { .. } | Stage::Idle => Known::Nothing,
         }
     }
 
@@ -240,8 +250,11 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
         let full = strangers >= self.limits.strangers_at_once;
         let first = strangers < self.limits.strangers_first;
         let waiting = self.entries.iter_mut().filter_map(|entry| match entry.stage {
-            Stage::Waiting { asker: Asker::Stranger, .. } if full => None,
-            Stage::Waiting { asker, turn } => Some((asker, turn, entry)),
+            Stage::Waiting { us, stranger, turn } => {
+                let may_be = stranger && !full;
+                let asker = if may_be && (first || !us) { Asker::Stranger } else { Asker::Us };
+                (us || may_be).then_some((asker, turn, entry))
+            }
             _ => None,
         });
         let after = |asker| (asker == Asker::Stranger) != first;
@@ -275,7 +288,7 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
     }
 
     fn strangers_waiting(&self) -> usize {
-        self.count(|stage| matches!(stage, Stage::Waiting { asker: Asker::Stranger, .. }))
+        self.count(|stage| matches!(stage, Stage::Waiting { us: false, .. }))
     }
 
     /// Makes room for one more, if there is any that nobody waits for.
@@ -311,11 +324,14 @@ mod tests {
         kept: Duration::MAX,
     };
 
+    /// Who waits for an address: we, strangers.
+    type Waits = (bool, bool);
+
     /// What must be so, kept apart: by key the last answer that counts, who waits in which order, what is under way.
     #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
     struct Model {
         last: [Option<(Time, bool)>; 3],
-        waiting: Vec<(u8, Asker)>,
+        waiting: Vec<(u8, Waits)>,
         under_way: Vec<(u8, Asker)>,
     }
 
@@ -343,17 +359,19 @@ mod tests {
                 Look::Failed => assert!(rests && !busy && waits.is_none()),
                 Look::Waits if busy => {}
                 Look::Waits => match waits {
-                    Some(it) => it.1 = asker.min(it.1),
+                    Some((_, (us, _))) if asker == Asker::Us => *us = true,
+                    Some((_, (_, stranger))) => *stranger = true,
                     None => {
                         assert!(!knows_all || !rests);
-                        model.waiting.push((key, asker));
+                        let is_ours = asker == Asker::Us;
+                        model.waiting.push((key, (is_ours, !is_ours)));
                         assert!(self.strangers() <= LIMITS.strangers_waiting + LIMITS.at_once);
                     }
                 },
                 Look::Full => {
                     assert!(!busy && waits.is_none());
                     let full = model.waiting.len() + model.under_way.len() >= N;
-                    let strangers = model.waiting.iter().filter(|it| it.1 == Asker::Stranger);
+                    let strangers = model.waiting.iter().filter(|it| it.1 == (false, true));
                     let many = strangers.count() >= LIMITS.strangers_waiting;
                     assert!(full || (many && asker == Asker::Stranger));
                 }
@@ -361,21 +379,24 @@ mod tests {
         }
 
         fn strangers(&self) -> usize {
-            let all = self.model.waiting.iter().chain(&self.model.under_way);
-            all.filter(|it| it.1 == Asker::Stranger).count()
+            let waiting = self.model.waiting.iter().filter(|it| it.1 == (false, true)).count();
+            let under_way = self.model.under_way.iter().filter(|it| it.1 == Asker::Stranger);
+            waiting + under_way.count()
         }
 
         /// Returns what is under way now.
         fn take(&mut self) -> Option<u8> {
             let model = &mut self.model;
             let strangers = model.under_way.iter().filter(|it| it.1 == Asker::Stranger).count();
-            let may = |asker| asker == Asker::Us || strangers < LIMITS.strangers_at_once;
-            let find = |who| model.waiting.iter().position(|it| it.1 == who && may(who));
-            let (ours, theirs) = (find(Asker::Us), find(Asker::Stranger));
+            let ours = model.waiting.iter().position(|(_, (us, _))| *us);
+            let theirs = model.waiting.iter().position(|(_, (_, stranger))| *stranger);
+            let ours = ours.map(|at| (at, Asker::Us));
+            let theirs = theirs.filter(|_| strangers < LIMITS.strangers_at_once);
+            let theirs = theirs.map(|at| (at, Asker::Stranger));
             let first = strangers < self.resolve.limits.strangers_first;
             let at = if first { theirs.or(ours) } else { ours.or(theirs) };
             let at = at.filter(|_| model.under_way.len() < LIMITS.at_once);
-            let taken = at.map(|at| model.waiting.remove(at));
+            let taken = at.map(|(at, asker)| (model.waiting.remove(at).0, asker));
             assert_eq!(self.resolve.begin(), taken.map(|it| it.0));
             model.under_way.extend(taken);
             taken.map(|it| it.0)
@@ -394,11 +415,14 @@ mod tests {
         fn check(&self) {
             let Model { last, waiting, under_way } = &self.model;
             for (key, last) in KEYS.into_iter().zip(last) {
-                let has = |all: &[(u8, Asker)]| all.iter().any(|it| it.0 == key);
+                let is_asked = under_way.iter().any(|it| it.0 == key);
+                let waits = waiting.iter().find(|it| it.0 == key).map(|it| it.1);
                 let expected = match *last {
                     Some((_, true)) => Known::Found,
-                    _ if has(under_way) => Known::Asked,
-                    _ if has(waiting) => Known::Waits,
+                    _ if is_asked => Known::Asked,
+                    _ if waits.is_some_and(|(us, _)| us) => Known::Waits,
+                    // We may ask for it, too.
+                    _ if waits.is_some() => Known::Nothing,
                     Some((at, false)) if self.now.since(at) < LIMITS.rest => Known::Failed,
                     _ => Known::Nothing,
                 };
@@ -507,8 +531,15 @@ mod tests {
             rest: Duration::ZERO,
             kept: Duration::MAX,
         };
-        for (many, late, most) in [(Asker::Us, Asker::Stranger, 1), (Asker::Stranger, Asker::Us, 8)]
-        {
+        use Asker::{Stranger, Us};
+        // Whoever else asks for it, too, before or after that, makes nobody wait for longer.
+        let cases: [(_, &[Asker], _); 4] = [
+            (Us, &[Stranger], 1),
+            (Us, &[Stranger, Us], 1),
+            (Us, &[Us, Stranger], 1),
+            (Stranger, &[Us], 8),
+        ];
+        for (many, late, most) in cases {
             for others in 1..LATE {
                 let mut resolve = Resolve::<u8, (), 32>::new(limits);
                 let (mut under_way, mut waited) = (VecDeque::new(), None);
@@ -517,8 +548,8 @@ mod tests {
                         let said = resolve.look(Time::ZERO, key, many, WITHIN);
                         assert!(said == Look::Waits || many == Asker::Stranger);
                     }
-                    if answers == 50 {
-                        assert_eq!(resolve.look(Time::ZERO, LATE, late, WITHIN), Look::Waits);
+                    for asker in late.iter().filter(|_| answers == 50) {
+                        assert_eq!(resolve.look(Time::ZERO, LATE, *asker, WITHIN), Look::Waits);
                     }
                     while let Some(key) = resolve.begin() {
                         under_way.push_back(key);

@@ -161,10 +161,12 @@ fn one_among_absent_engines(case: &Case) {
     let there = other.build(&case.setup(4));
     let called = [200, 210, 220].map(|host| me.call(&absent(&there, host)).expect("a call"));
     std::thread::sleep(Duration::from_millis(400));
-    let start = Instant::now();
+    let (stalls, start) = (Stalls::watch(), Instant::now());
     let found = me.call(&there).expect("a call");
     assert_eq!(me.met(found), Ok(()));
     println!("one that is there was up after {} ms", start.elapsed().as_millis());
+    // All that is asked of the others takes six seconds.
+    assert_eq!(stalls.beyond(start, Duration::from_secs(3)), None);
     for peer in called {
         let reason = DownReason::NeverAnswered;
         assert_eq!(me.engine.wait_peer(peer, patience()), Err(PeerError::Down { peer, reason }));

@@ -1,11 +1,14 @@
 //! Memory that the application has registered itself, by every way there is to it.
 
+use std::time::{Duration, Instant};
+
 use immwire::{DownReason, End, PagedWrite, Pages, PeerId, PeerState, Rights};
 
 use crate::agent::{Agent, Ask};
 use crate::host::{Foreign, Host, Lent, Own, patience, poison};
 use crate::operations::write;
 use crate::staged::is_staged;
+use crate::stalls::Stalls;
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] =
@@ -144,10 +147,10 @@ pub fn lost_and_back(case: &Case, me: &Host, other: &mut Agent, peer: PeerId) ->
     let state = me.peer_down(peer, case.soon());
     assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
     // It may not know yet: then its call finds the old connection, which may end just then.
-    let start = std::time::Instant::now();
-    while me.engine.peers().is_empty() && start.elapsed() < patience() {
+    let (stalls, start) = (Stalls::watch(), Instant::now());
+    while me.engine.peers().is_empty() && stalls.beyond(start, case.soon()).is_none() {
         other.ask(me, Ask::TryPeer { address: me.engine.address().to_string() });
-        me.linger(std::time::Duration::from_millis(1));
+        me.linger(Duration::from_millis(1));
     }
     let peers = me.engine.peers();
     assert!(peers.len() == 1 && peers[0] != peer, "{peers:?}");
@@ -167,13 +170,15 @@ fn one_registration(case: &Case) {
     let (all, some) = (whole.desc(), part.desc());
     assert_eq!((some.keys, some.generation), (all.keys, all.generation));
     assert_eq!((some.base, some.len), (all.base + 4096, 100));
-    let limit = std::time::Duration::from_millis(10);
+    let (limit, soon) = (Duration::from_millis(10), Duration::from_millis(100));
     let whole = match whole.close(limit) {
         Err(immwire::CloseError::InUse { region }) => region,
         other => panic!("{other:?}"),
     };
     drop(part);
+    let (stalls, start) = (Stalls::watch(), Instant::now());
     whole.close(patience()).expect("the last handle");
+    assert_eq!(stalls.beyond(start, soon), None);
     let again = register(0, 1 << 20);
     assert_ne!(again.desc().keys, all.keys);
 }

@@ -207,11 +207,12 @@ impl Host {
         up.map_err(|error| error.to_string())
     }
 
-    /// How the peer stands: where it was silent for a while, once it is known why. Who was kept from running is up again as soon as it is heard.
+    /// How the peer stands: where it was silent for a while, once it has had the time for a word. Who was kept from running is up again then.
     pub fn stands(&self, peer: PeerId) -> Option<PeerState> {
         let suspect = Some(PeerState::Suspect);
         let state = || Some(self.engine.peer_state(peer)).filter(|state| *state != suspect);
-        self.until(patience(), state).unwrap_or(suspect)
+        // Two heartbeats of it.
+        self.until(Duration::from_secs(1), state).unwrap_or(suspect)
     }
 
     /// Waits until the peer is down; returns how it stands after at most `limit`.

