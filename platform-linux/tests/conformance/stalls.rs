@@ -36,14 +36,14 @@ struct Seen {
 }
 
 /// Watches from when it is made until it is dropped.
-pub struct Stalls {
+pub(super) struct Stalls {
     over: Arc<AtomicBool>,
     seen: Arc<Mutex<Seen>>,
     sleepers: Vec<JoinHandle<()>>,
 }
 
 impl Stalls {
-    pub fn watch() -> Self {
+    pub(super) fn watch() -> Self {
         let all = sched_getaffinity(None).expect("processors of its own");
         let cpus = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).take(WATCHED_MAX);
         let cpus: Vec<usize> = cpus.collect();
@@ -59,18 +59,18 @@ impl Stalls {
     }
 
     /// How long it took since `start`, but for what a processor stood still, if that is `limit` or more. Waits for nobody if it took less anyway.
-    pub fn beyond(&self, start: Instant, limit: Duration) -> Option<Duration> {
+    pub(super) fn beyond(&self, start: Instant, limit: Duration) -> Option<Duration> {
         let may_be = start.elapsed() >= limit;
         may_be.then(|| self.ran(start)).filter(|ran| *ran >= limit)
     }
 
     /// The time from `start` until now, but for what a processor stood still. Waits for the sleepers.
-    pub fn ran(&self, start: Instant) -> Duration {
+    pub(super) fn ran(&self, start: Instant) -> Duration {
         self.between(start, Instant::now())
     }
 
     /// The time from one moment to another, which has been, but for what a processor stood still. Waits for the sleepers.
-    pub fn between(&self, start: Instant, end: Instant) -> Duration {
+    pub(super) fn between(&self, start: Instant, end: Instant) -> Duration {
         let (mut ran, mut from) = (Duration::ZERO, start);
         for (due, woken) in self.late_by(end) {
             ran += due.min(end).saturating_duration_since(from);
