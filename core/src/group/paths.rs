@@ -19,7 +19,8 @@
 //! all, and they are posted again over another NIC when they might be stuck: an ask too many is answered
 //! again, an answer too many ignored. Nobody waits for one that stays away but by the clock.
 //!
-//! Heartbeats go the same way. So a connection whose peer is there does not end for want of anything that
+//! Heartbeats go the same way, each by a NIC that has none under way: one that stands still holds one of them, and those after it go by
+//! the others. So a connection whose peer is there does not end for want of anything that
 //! peers who are not may hold: what keeps it is posted beside all credits, and providers have room for it
 //! beside their queues ([`NOTES_PER_PEER`]). Transfers have no such room: they wait for their turn.
 //!
@@ -34,6 +35,8 @@
 //! 4. A path not settled within the drain time, and a peer without a path for as long, is the end of the
 //!    peer: [`DownReason::PathLost`]. So no piece waits for ever.
 //! 5. What is set aside and what is in flight are together at most the depths of all NICs.
+//! 6. As long as a NIC that leads to a peer has no heartbeat to it under way, the next can be posted. A NIC has one of them, or two
+//!    where it alone led there.
 //!
 //! The tests of the group explore all of it with a receiver that counts, and pieces that arrive, arrive
 //! late, or do not.
@@ -59,8 +62,9 @@ const ASKS: u32 = 4;
 /// So many of one ask, or of one answer, are in flight at a time.
 const MAX_REPEATS: u8 = 16;
 
-/// So many heartbeats are in flight to a peer at a time: one that is stuck, and one over another NIC.
-pub(super) const MAX_BEATS: u8 = 2;
+/// So many heartbeats are in flight to a peer that one NIC alone leads to: one that may be stuck, and one more. Where several do, it is one
+/// on each.
+pub(super) const MAX_BEATS: u32 = 2;
 
 /// Pieces that are heartbeats, asks or answers ([`Token::is_note`]) for which a provider has room on each NIC,
 /// for each peer, beside its queue depth: those to a peer that is gone are in nobody else's way. A peer with
@@ -179,8 +183,9 @@ impl Paths {
         self.asks.iter().any(|ask| ask.unsettled != 0)
     }
 
-    pub(super) fn has_note(&self) -> bool {
-        self.beat.pending
+    /// Whether one is to be posted, and can be while these NICs of ours, a bit for each, lead to the peer.
+    pub(super) fn has_note(&self, leading: u8) -> bool {
+        self.beat.pending && self.beat.has_room(leading)
             || self.asks.iter().any(|ask| ask.pending)
             || self.receipts.is_some() && self.replies.iter().any(|reply| reply.pending)
     }
@@ -327,8 +332,10 @@ impl Reply {
 struct Beat {
     /// To be posted.
     pending: bool,
-    /// Posted, and not completed.
-    in_flight: u8,
+    /// The NICs that one is under way on, posted and not completed, a bit for each,
+    once: u8,
+    /// and those of them that two are.
+    twice: u8,
     /// The NIC that it was posted on last.
     via: NicIndex,
     /// The next is to say that the connection was used,
@@ -340,17 +347,55 @@ struct Beat {
 }
 
 impl Beat {
-    const IDLE: Self =
-        Self { pending: false, in_flight: 0, via: NO_NIC, used: false, told: false, stays: None };
+    const IDLE: Self = Self {
+        pending: false,
+        once: 0,
+        twice: 0,
+        via: NO_NIC,
+        used: false,
+        told: false,
+        stays: None,
+    };
 
     /// The connection was used, and the peer need not know of it.
     const fn is_use_news(&self) -> bool {
         self.used || self.told
     }
 
-    /// Wants one more, unless enough are under way to tell.
-    fn repeat(&mut self) {
-        self.pending |= self.in_flight < MAX_BEATS;
+    /// Wants one more, unless enough are under way to tell. The NICs `leading` to the peer have a bit each.
+    const fn repeat(&mut self, leading: u8) {
+        self.pending |= self.has_room(leading);
+    }
+
+    /// Whether one more is of use: those under way may be stuck on a NIC, or on several, and none on the next.
+    const fn has_room(&self, leading: u8) -> bool {
+        self.once.count_ones() + self.twice.count_ones() < MAX_BEATS || leading & !self.once != 0
+    }
+
+    /// Which NICs the next may go by, a bit for each, of those `leading` to the peer: such as have none under way, another than the last
+    /// one's if there is a choice.
+    const fn ways(&self, leading: u8) -> u8 {
+        let free = leading & !self.once;
+        let others = free & !1_u8.unbounded_shl(self.via as u32);
+        match (others, free) {
+            (0, 0) if self.has_room(leading) => leading,
+            (0, free) => free,
+            (others, _) => others,
+        }
+    }
+
+    /// One was posted on the NIC of this bit, of those that it may go by.
+    const fn add(&mut self, bit: u8) {
+        self.twice |= self.once & bit;
+        self.once |= bit;
+    }
+
+    /// One ended there. `false` if none was under way.
+    const fn remove(&mut self, bit: u8) -> bool {
+        let there = self.once & bit;
+        self.once &= !bit | self.twice;
+        self.twice &= !bit;
+        there != 0
     }
 }
 
@@ -559,12 +604,14 @@ where
 
     /// After [`Event::Heartbeat`]: a heartbeat is the next piece to the peer, before all transfers. It needs no
     /// slot and no credit. O(1); nothing happens if the peer cannot be posted to now, or has enough of them
-    /// under way: one that completes is a sign of life to it, one that does not is soon followed by the next.
+    /// under way: one that completes is a sign of life to it, one that does not is soon followed by the next, over another NIC if one
+    /// leads there.
     pub fn beat(&mut self, peer: PeerId) {
+        let usable = self.nics_usable();
         let Some(entry) = self.peer_entry(peer).filter(|entry| entry.is_usable()) else {
             return;
         };
-        entry.paths.beat.repeat();
+        entry.paths.beat.repeat(entry.leading(usable));
         self.count_notes(peer.index);
     }
 
@@ -573,15 +620,17 @@ where
     /// else the peer is told, and the same question has the same answer from then on: it may come late. O(transfers).
     pub fn handle_parting(&mut self, now: Time, peer: PeerId, round: Round, used: bool) {
         let used = used || self.any_goes_to(peer);
+        let usable = self.nics_usable();
         let Some(entry) = self.peer_entry(peer).filter(|entry| entry.is_usable()) else {
             return;
         };
+        let leading = entry.leading(usable);
         let paths = &mut entry.paths;
         // That question, or one before: its asker has gone on since.
         let stayed = paths.stayed.filter(|stayed| stayed.wrapping_sub(round) <= Round::MAX / 2);
         if used || entry.used || paths.beat.is_use_news() || stayed.is_some() {
             (paths.stayed, paths.beat.stays) = (stayed.or(Some(round)), Some(round));
-            paths.beat.repeat();
+            paths.beat.repeat(leading);
             self.count_notes(peer.index);
         } else {
             self.remove_peer(now, peer, DownReason::Idle);
@@ -818,9 +867,11 @@ where
         let Some((note, peer)) = token.note().zip(self.peer_of_note(token)) else {
             return false;
         };
+        let usable = self.nics_usable();
         let Some(entry) = self.peer_entry(peer) else {
             return false;
         };
+        let leading = entry.leading(usable);
         let over = entry.over.get_mut(usize::from(nic)).filter(|over| over.in_flight > 0);
         let paths = &mut entry.paths;
         match (note, over) {
@@ -847,13 +898,12 @@ where
                     reply.repeat();
                 }
             }
-            (Note::Beat, Some(over)) if paths.beat.in_flight > 0 => {
-                paths.beat.in_flight -= 1;
+            (Note::Beat, Some(over)) if paths.beat.remove(1_u8.unbounded_shl(nic.into())) => {
                 over.in_flight -= 1;
                 if end == NoteEnd::Undelivered {
                     // What it has said is not heard.
                     paths.beat.used = true;
-                    paths.beat.repeat();
+                    paths.beat.repeat(leading);
                 }
             }
             _ => return false,
@@ -910,13 +960,15 @@ where
         }
     }
 
-    /// Counts the peer in [`DomainGroup::aside`] exactly while there is a note to be posted.
+    /// Counts the peer in [`DomainGroup::aside`] exactly while there is a note that can be posted.
     pub(super) fn count_notes(&mut self, index: u16) {
+        let usable = self.nics_usable();
         let slot = self.peers.as_mut().get_mut(usize::from(index));
         let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) else {
             return;
         };
-        let ready = entry.is_usable() && entry.routes.is_some() && entry.paths.has_note();
+        let goes = entry.is_usable() && entry.routes.is_some();
+        let ready = goes && entry.paths.has_note(entry.leading(usable));
         let before = core::mem::replace(&mut entry.paths.ready, ready);
         match (before, ready) {
             (false, true) => self.aside = self.aside.saturating_add(1),
@@ -1083,15 +1135,25 @@ impl PeerEntry {
         routed.chain(all).filter(reached)
     }
 
+    /// Of our `usable` NICs, a bit for each, those that reach the peer.
+    pub(super) fn leading(&self, usable: u8) -> u8 {
+        let nics = (0_u32..).zip(&self.over).filter(|(_, over)| over.whole != 0);
+        usable & nics.fold(0, |mask, (at, _)| mask | 1_u8.unbounded_shl(at))
+    }
+
     /// The next note, if it can go over `nic`; `usable` are our usable NICs.
-    fn next_note(&mut self, peer: PeerId, nic: NicIndex, usable: u8) -> Option<WorkRequest> {
+    pub(super) fn next_note(
+        &mut self,
+        peer: PeerId,
+        nic: NicIndex,
+        usable: u8,
+    ) -> Option<WorkRequest> {
         let control = self.control?;
         let remote_nic =
             self.reached_from(nic).find(|remote| control.keys.get(*remote).is_some())?;
         let dst_key = control.keys.get(remote_nic)?;
-        let others = (0_u8..).zip(&self.over).any(|(other, over)| {
-            other != nic && over.whole != 0 && usable & 1_u8.unbounded_shl(other.into()) != 0
-        });
+        let (leading, bit) = (self.leading(usable), 1_u8.unbounded_shl(nic.into()));
+        let others = leading & !bit != 0;
         let work = |note, imm: Control| WorkRequest {
             token: Token::of_note(note, peer),
             nic,
@@ -1135,9 +1197,9 @@ impl PeerEntry {
         }
         // Last: any of the others is a sign of life, too.
         let beat = &mut self.paths.beat;
-        if posted.is_none() && beat.pending && (beat.via != nic || !others) {
+        if posted.is_none() && beat.pending && beat.ways(leading) & bit != 0 {
             (beat.pending, beat.via) = (false, nic);
-            beat.in_flight = beat.in_flight.saturating_add(1);
+            beat.add(bit);
             let usage = match (beat.stays.take(), self.machine.parting()) {
                 (Some(round), _) => Usage::Stays(round),
                 (None, Some(round)) => Usage::Over(round),

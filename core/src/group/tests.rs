@@ -555,6 +555,7 @@ impl World {
                 let before = self.group.clone();
                 self.live(peer).is_some_and(|id| {
                     self.group.beat(id);
+                    self.check_beat(peer, id);
                     self.group != before
                 })
             }
@@ -736,6 +737,55 @@ impl World {
         self.group.handle_fenced(peer, from);
     }
 
+    /// The NICs of ours that are up and reach the peer.
+    fn leading(&self, peer: u16, id: PeerId) -> Vec<u8> {
+        let leads = |it: u8| !self.setup.spans || side_of(it) == side(peer);
+        let whole = |nic: u8| {
+            let mut remotes = (0..self.setup.peer_nics).filter(|remote| leads(*remote));
+            remotes.any(|remote| !self.broken.contains(&(id, nic, remote)))
+        };
+        let up = |nic: &u8| self.nics_up[usize::from(*nic)] && leads(*nic) && whole(*nic);
+        (0..self.setup.nics).filter(up).collect()
+    }
+
+    /// How many heartbeats to the peer are under way on each of these NICs of ours.
+    fn beats_on(&self, id: PeerId, nics: &[u8]) -> Vec<usize> {
+        let limbo = self.limbo.iter().map(|(work, _)| work);
+        let beats = self.posted.iter().chain(limbo);
+        let beats = beats.filter(|it| it.peer == id && it.token.note() == Some(Note::Beat));
+        let on = |nic: &u8| beats.clone().filter(|work| work.nic == *nic).count();
+        nics.iter().map(on).collect()
+    }
+
+    /// The peer is to hear of us: by a NIC that no heartbeat to it is stuck on, if there is one.
+    fn check_beat(&self, peer: u16, id: PeerId) {
+        let up = matches!(self.group.peer_state(id), Some(PeerState::Up | PeerState::Suspect));
+        let leading = self.leading(peer, id);
+        if !up || leading.is_empty() {
+            return;
+        }
+        let (mut group, mut goes) = (self.group.clone(), Vec::new());
+        for nic in 0..self.setup.nics {
+            while let Some(work) = group.poll_work(nic) {
+                let is_beat = work.peer == id && work.token.note() == Some(Note::Beat);
+                goes.extend(is_beat.then_some(nic));
+            }
+        }
+        let all: Vec<u8> = (0..self.setup.nics).collect();
+        let under_way: usize = self.beats_on(id, &all).iter().sum();
+        let is_free = self.beats_on(id, &leading).contains(&0);
+        let expected = usize::from(is_free || under_way < MAX_BEATS as usize);
+        assert_eq!(goes.len(), expected, "{goes:?} of {leading:?}, {under_way} are under way");
+    }
+
+    /// A heartbeat is posted: where none is under way, or on the only NIC that there is.
+    fn check_way(&self, work: &WorkRequest) {
+        let leading = self.leading(self.number(work.peer), work.peer);
+        let there = self.beats_on(work.peer, &[work.nic])[0];
+        let alone = leading == [work.nic];
+        assert!(there == 0 || alone && there < MAX_BEATS as usize, "{there} are stuck there");
+    }
+
     fn submit(&mut self, kind: Kind, peer: u16, deadline: Time) -> bool {
         let Some(request) = self.request(kind, peer) else {
             return false;
@@ -868,6 +918,9 @@ impl World {
         assert_eq!(work.dst_key, DST_KEY + u64::from(work.remote_nic));
         if work.len > 0 {
             assert_eq!(work.src_key, SRC_KEY + u64::from(nic));
+        }
+        if work.token.note() == Some(Note::Beat) {
+            self.check_way(&work);
         }
         if work.token.note().is_some() {
             return self.posted.push(work);
@@ -1023,7 +1076,13 @@ impl World {
             assert_eq!(usize::from(entry.paths.lost), to_it.count());
             assert!(group.next_timeout <= entry.paths.next_timeout() || entry.is_down());
             let goes = entry.is_usable() && entry.routes.is_some();
-            assert_eq!(entry.paths.ready, goes && entry.paths.has_note());
+            let has_note = entry.paths.has_note(entry.leading(group.nics_usable()));
+            assert_eq!(entry.paths.ready, goes && has_note);
+            let peer = PeerId { index: index_of(index), generation: slot.generation };
+            let usable = group.nics_usable();
+            let polls = |nic| entry.clone().next_note(peer, nic, usable).is_some();
+            let mut up = (0..self.setup.nics).filter(|nic| self.nics_up[usize::from(*nic)]);
+            assert!(!entry.paths.ready || up.any(polls), "looked for without end");
             aside += usize::from(entry.paths.ready);
         }
         assert_eq!(group.aside, aside);
@@ -2327,8 +2386,64 @@ fn a_silent_peer_is_asked_then_lost() {
     assert_eq!(world.group.peer_state(peer), None);
 }
 
+/// Heartbeats that end or do not, over NICs and paths that come and go: what is checked at each of them, and when one is posted.
+#[test]
+fn every_short_program_of_heartbeats() {
+    let setup = Setup { peers: 1, slots: 1, ..SMALL };
+    let menu = [
+        Do::Beat(0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Complete(2),
+        Do::NicDown(0),
+        Do::NicUp(0),
+        Do::NicDown(1),
+        Do::NicUp(1),
+        Do::Break(0, 0, 0),
+        Do::Answer(0),
+        Do::Restore(0, 0, 0),
+    ];
+    let states = explore(setup, &menu, 12);
+    assert!(states > 4_000, "only {states} states");
+}
+
+/// Any of our NICs stand still: what is posted there does not end. Each takes one heartbeat at most, whichever is asked for work first,
+/// and all that go beside these get through by the others.
+#[test]
+fn a_nic_that_stands_still_holds_one_heartbeat() {
+    for nics in 2..=4_u8 {
+        for (still, first) in (0..1_u8 << nics).flat_map(|it| (0..nics).map(move |nic| (it, nic))) {
+            let mut world = World::new(Setup { nics, peers: 1, ..SMALL });
+            let stands = |nic: u8| still & 1 << nic != 0;
+            let mut arrived = 0;
+            for _ in 0..16 {
+                if !world.apply(Do::Beat(0)) {
+                    continue;
+                }
+                let order = (0..nics).map(|nic| (nic + first) % nics);
+                assert_eq!(order.filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
+                let last = world.posted.len() - 1;
+                if !stands(world.posted[last].nic) {
+                    assert!(world.apply(Do::Complete(last)));
+                    arrived += 1;
+                }
+            }
+            // Where others do not, it may be that it was never one's turn.
+            let (held, all) = (world.posted.len(), still.count_ones() == u32::from(nics));
+            let most = if all { held } else { 16 };
+            assert_eq!(arrived, most - held, "of {nics} these stand still: {still:b}");
+            let mut held: Vec<_> = world.posted.iter().map(|work| work.nic).collect();
+            held.sort_unstable();
+            let each: Vec<_> = (0..nics).filter(|nic| stands(*nic)).collect();
+            assert!(if all { held == each } else { held.is_sorted_by(|a, b| a < b) }, "{held:?}");
+        }
+    }
+}
+
 /// Peers that take nothing hold every credit of every NIC, and every transfer slot. What keeps the connection
-/// to another is posted all the same: one heartbeat, another if that is stuck, over another NIC if there is one;
+/// to another is posted all the same: one heartbeat, more if that is stuck, over other NICs if there are some;
 /// and the answer to what it asks. None of that is a transfer's, before or after.
 #[test]
 fn what_keeps_a_connection_needs_nothing_that_others_hold() {
@@ -2351,7 +2466,7 @@ fn what_keeps_a_connection_needs_nothing_that_others_hold() {
         let stuck = world.clone();
 
         let mut vias = Vec::new();
-        for _ in 0..MAX_BEATS {
+        for _ in 0..MAX_BEATS.max(nics.into()) {
             assert!(world.apply(Do::Beat(1)) && !world.apply(Do::Beat(1)));
             assert_eq!((0..nics).filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
             let work = *world.posted.last().unwrap();
@@ -2362,7 +2477,7 @@ fn what_keeps_a_connection_needs_nothing_that_others_hold() {
         }
         assert!(!world.apply(Do::Beat(1)), "one more than can be of use");
         vias.dedup();
-        assert_eq!(vias.len(), if nics == 1 { 1 } else { 2 });
+        assert_eq!(vias, (0..nics).collect::<Vec<_>>());
         assert!(world.apply(Do::Asked(1, 0, 0)));
         assert_eq!((0..nics).filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
         while world.posted.len() > slots {
