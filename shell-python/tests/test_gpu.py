@@ -602,11 +602,12 @@ def case_a_region_is_closed_while_the_driver_keeps_another_one():
     # For the first to be let go of, for which the driver takes as long as a stream is held. If that has not
     # begun, this says nothing.
     time.sleep(0.2)
-    # Which is not released before this has returned.
-    region.close(timeout=PATIENCE)
+    later = threading.Timer(1.5, release, [1])
+    later.start()
+    region.close(timeout=0.5)
     assert region.closed
     memory.extend(b"nobody holds it")
-    release(1)
+    later.join()
     pair.close()
 
 
