@@ -99,7 +99,7 @@ impl Link {
     }
 
     /// Whether a slot may be given back now, where so many are being given back to whomever, and there is room for so many.
-    pub(crate) const fn may_credit(&self, to_all: u16, room: u16) -> bool {
+    pub(crate) fn may_credit(&self, to_all: u16, room: u16) -> bool {
         credit_may_go(to_all, self.crediting, room)
     }
 
