@@ -121,3 +121,8 @@ pub use transfer::Transfer;
 pub use verbs::VerbsOptions;
 pub use waits::{Capacity, PeerUp};
 pub use watch::UvmWatcher;
+
+/// Its program in Rust is compiled, and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

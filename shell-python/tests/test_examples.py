@@ -1,4 +1,4 @@
-"""The examples run, and the README's programs, and the documentation's."""
+"""The examples run, and the READMEs' programs, and the documentation's."""
 
 import doctest
 import os
@@ -15,7 +15,8 @@ from immwire import bootstrap, moe
 HERE = Path(__file__).parent.parent
 ON_GPUS = [HERE / "examples" / name for name in ("graph_pages.py", "gpu_moe_layer.py")]
 EXAMPLES = sorted(set((HERE / "examples").glob("*.py")) - set(ON_GPUS))
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", (HERE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+READMES = "".join(folder.joinpath("README.md").read_text() for folder in (HERE.parent, HERE))
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", READMES, re.DOTALL | re.MULTILINE)
 
 
 def run(*args, **environment):
