@@ -16,6 +16,7 @@
 //! 1. Whoever leaves does not come back.
 //! 2. The peer is waited for until the earliest instant that any leave has named, and less than [`GREETED_GRACE`].
 //! 3. Of several reasons the first is told; and none, if the engine itself wanted the end, before or after.
+//! 4. Nobody is given up for its silence before all was read that had come by then ([`Greet::Overdue`]).
 //!
 //! The tests below run all short sequences of what can happen against a record of it.
 
@@ -51,6 +52,19 @@ pub enum Says {
     All,
     /// Only that it ends: of all else nothing is of interest now.
     Bye,
+}
+
+/// What is to be done about one who has called, and was answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "nothing is done by itself"]
+pub enum Greet {
+    /// Nothing, now.
+    Nothing,
+    /// Our answer is to be sent again; it counts as sent.
+    Say,
+    /// Its time is over, and nothing was heard. Its word may have come, and not have been read yet, after a pause above all: all that has
+    /// come is to be read, then [`Life::miss`].
+    Overdue,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -99,16 +113,25 @@ impl Life {
         }
     }
 
-    /// Whether our answer to the one who has called is to be sent again now; if so, it counts as sent. `is_asked`: it was
-    /// asked for. Who does not say in time that it has heard it is left.
-    pub fn greet(&mut self, now: Time, is_asked: bool) -> bool {
+    /// Whether our answer to the one who has called is to be sent again now, or nothing was heard of it for too long. `is_asked`: it was
+    /// asked for.
+    pub fn greet(&mut self, now: Time, is_asked: bool) -> Greet {
         match &mut self.0 {
-            Stage::Greeting { until, .. } if now >= *until => {
-                self.leave(now, Notice::Untold, Some(DownReason::NeverAnswered));
-                false
+            Stage::Greeting { until, .. } if now >= *until => Greet::Overdue,
+            Stage::Greeting { retry, .. } => {
+                let is_due = retry.is_due(now) || is_asked;
+                if is_due { Greet::Say } else { Greet::Nothing }
             }
-            Stage::Greeting { retry, .. } => retry.is_due(now) || is_asked,
-            Stage::Open | Stage::Leaving { .. } => false,
+            Stage::Open | Stage::Leaving { .. } => Greet::Nothing,
+        }
+    }
+
+    /// All was read that had come by `now`: who has not said in time that it has heard our answer is left.
+    pub fn miss(&mut self, now: Time) {
+        if let Stage::Greeting { until, .. } = self.0
+            && now >= until
+        {
+            self.leave(now, Notice::Untold, Some(DownReason::NeverAnswered));
         }
     }
 
@@ -180,8 +203,8 @@ mod tests {
     enum Event {
         Heard,
         Leave(Notice, Option<DownReason>),
-        /// So much later our answer is looked at.
-        Greet(Duration),
+        /// So much later our answer is looked at; whether the peer's word lies there unread.
+        Greet(Duration, bool),
     }
 
     fn events() -> Vec<Event> {
@@ -189,7 +212,9 @@ mod tests {
         for reason in REASONS {
             all.extend([Notice::Told, Notice::Untold].map(|notice| Event::Leave(notice, reason)));
         }
-        all.extend([GRACE / 2, GREETING].map(Event::Greet));
+        for later in [GRACE / 2, GREETING] {
+            all.extend([false, true].map(|unread| Event::Greet(later, unread)));
+        }
         all
     }
 
@@ -208,6 +233,10 @@ mod tests {
             self.is_called && !self.heard && self.leaves.is_empty()
         }
 
+        fn is_over(&self) -> bool {
+            self.greets() && self.now >= Time::ZERO.after(GREETING)
+        }
+
         fn add(&mut self, event: Event) {
             match event {
                 Event::Heard => self.heard |= self.leaves.is_empty(),
@@ -216,9 +245,11 @@ mod tests {
                     let grace = if notice == Notice::Told { grace } else { Duration::ZERO };
                     self.leaves.push((self.now.after(grace), reason));
                 }
-                Event::Greet(later) => {
+                Event::Greet(later, unread) => {
                     self.now = self.now.after(later);
-                    if self.greets() && self.now >= Time::ZERO.after(GREETING) {
+                    if self.is_over() && unread {
+                        self.heard = true;
+                    } else if self.is_over() {
                         self.leaves.push((self.now, Some(DownReason::NeverAnswered)));
                     }
                 }
@@ -260,20 +291,32 @@ mod tests {
     #[test]
     fn every_end_is_as_it_was_asked_for() {
         let events = events();
-        let mut leaves = [0; 6];
+        let (mut leaves, mut late) = ([0; 6], 0);
         for word in 0..2 * events.len().pow(5) {
             let mut record = Record { is_called: word % 2 == 1, ..Record::default() };
             let mut life = if record.is_called { Life::greeting(Time::ZERO) } else { Life::OPEN };
             for step in 0..5 {
                 let event = events[word / 2 / events.len().pow(step) % events.len()];
                 let greets = record.greets();
+                let before = record.clone();
                 record.add(event);
                 match event {
                     Event::Heard => life.hear(),
                     Event::Leave(notice, reason) => life.leave(record.now, notice, reason),
-                    Event::Greet(_) => {
+                    Event::Greet(_, unread) => {
                         let is_asked = word % 3 == 0;
-                        let said = life.greet(record.now, is_asked);
+                        let greet = life.greet(record.now, is_asked);
+                        let is_over = Record { now: record.now, ..before }.is_over();
+                        assert_eq!(greet == Greet::Overdue, is_over);
+                        if is_over {
+                            assert!(life.is_greeting(), "what has come was not read");
+                            late += 1;
+                        }
+                        if is_over && unread {
+                            life.hear();
+                        }
+                        life.miss(record.now);
+                        let said = greet == Greet::Say;
                         assert!(!said || greets);
                         assert!(said || !record.greets() || !is_asked, "it was asked for");
                     }
@@ -282,7 +325,7 @@ mod tests {
             }
             leaves[record.leaves.len()] += 1;
         }
-        assert!(leaves.iter().all(|count| *count > 100), "{leaves:?}");
+        assert!(leaves.iter().all(|count| *count > 100) && late > 100, "{leaves:?} {late}");
     }
 
     /// Our answer is repeated, later each time, as long as it may be heard.
@@ -292,7 +335,8 @@ mod tests {
         let (mut now, mut said) = (Time::ZERO, 0);
         while life.is_greeting() {
             now = life.due(now, || Time::NEVER);
-            said += usize::from(life.greet(now, false));
+            said += usize::from(life.greet(now, false) == Greet::Say);
+            life.miss(now);
         }
         assert_eq!((now, said), (Time::ZERO.after(GREETING), 6));
         assert_eq!(life.reason(), Some(DownReason::NeverAnswered));

@@ -17,14 +17,18 @@
 //! addresses of their choice; so only some lookups are for them at a time, and only some of them may wait. But newcomers
 //! are strangers, too, and we may look for somebody who is gone again and again; so a few lookups are theirs before ours.
 //!
+//! Who *was heard*, has answered a call of ours say, is there, and waits for us: what is looked up for it comes before what is for those of
+//! whom nobody knows whether they are there. But it may name addresses that nobody has; so that is some of the lookups, not all.
+//!
 //! # Invariants
 //!
 //! 1. An address is looked up once at a time; no more are under way than [`Limits::at_once`], and for strangers no more
 //!    than [`Limits::strangers_at_once`].
 //! 2. What is waited for ([`Look::Waits`]) comes: if whatever is under way is answered, and what is
 //!    [`begin`](Resolve::begin) names is looked up. While [`Limits::strangers_first`] are under way for strangers, ours before
-//!    theirs, and else theirs before ours; otherwise in the order of asking. So neither waits for all that the other asks for, and
-//!    what both ask for does not come later than it would for either.
+//!    theirs, and else theirs before ours; of ours those first for which others were heard, until [`Limits::heard_first`] of these are
+//!    under way; otherwise in the order of asking. So none of the three waits for all that another asks for, and
+//!    what several ask for does not come later than it would for each.
 //! 3. A value is no older than who asks for it wants it.
 //! 4. An address that was not found rests before it is looked up again; unless others took its place, or there is reason
 //!    to think that it can be found now ([`Resolve::forget`]).
@@ -42,6 +46,8 @@ use crate::id::Time;
 pub enum Asker {
     /// For us, or for a peer that is let in.
     Us,
+    /// For us, too, to reach one that was heard a moment ago: it is there.
+    Heard,
     /// For one who has sent something.
     Stranger,
 }
@@ -55,6 +61,8 @@ pub struct Limits {
     pub strangers_at_once: usize,
     /// Of these, so many begin before any for us.
     pub strangers_first: usize,
+    /// So many for those who were heard begin before others for us; with those for strangers fewer than there are.
+    pub heard_first: usize,
     /// Beside these, for strangers: they wait.
     pub strangers_waiting: usize,
     /// How long an address that was not found is not looked up again.
@@ -138,9 +146,10 @@ impl Reach {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
     Idle,
-    /// For whom: one of the two at least.
+    /// For whom: us or a stranger at least; us, if it is to reach one that was heard.
     Waiting {
         us: bool,
+        heard: bool,
         stranger: bool,
         turn: u64,
     },
@@ -186,8 +195,9 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
                 return Look::Found(value.clone());
             }
             match &mut entry.stage {
-                Stage::Waiting { us, stranger, .. } => {
-                    *us |= asker == Asker::Us;
+                Stage::Waiting { us, heard, stranger, .. } => {
+                    *us |= asker != Asker::Stranger;
+                    *heard |= asker == Asker::Heard;
                     *stranger |= asker == Asker::Stranger;
                     return Look::Waits;
                 }
@@ -201,8 +211,8 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
         if asker == Asker::Stranger && self.strangers_waiting() >= self.limits.strangers_waiting {
             return Look::Full;
         }
-        let (us, stranger) = (asker == Asker::Us, asker == Asker::Stranger);
-        let stage = Stage::Waiting { us, stranger, turn: self.turn };
+        let (heard, stranger) = (asker == Asker::Heard, asker == Asker::Stranger);
+        let stage = Stage::Waiting { us: !stranger, heard, stranger, turn: self.turn };
         match known.and_then(|at| self.entries.get_mut(at)) {
             Some(entry) => entry.stage = stage,
             None => {
@@ -244,21 +254,30 @@ impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
     pub fn begin(&mut self) -> Option<K> {
         let under_way = |asker| self.count(|stage| *stage == Stage::UnderWay { asker });
         let strangers = under_way(Asker::Stranger);
-        if strangers.saturating_add(under_way(Asker::Us)) >= self.limits.at_once {
+        if self.count(|stage| matches!(stage, Stage::UnderWay { .. })) >= self.limits.at_once {
             return None;
         }
         let full = strangers >= self.limits.strangers_at_once;
         let first = strangers < self.limits.strangers_first;
-        let waiting = self.entries.iter_mut().filter_map(|entry| match entry.stage {
-            Stage::Waiting { us, stranger, turn } => {
-                let may_be = stranger && !full;
-                let asker = if may_be && (first || !us) { Asker::Stranger } else { Asker::Us };
-                (us || may_be).then_some((asker, turn, entry))
-            }
-            _ => None,
+        let soon = under_way(Asker::Heard) < self.limits.heard_first;
+        // For each the first that it may be looked up for.
+        let waiting = self.entries.iter_mut().filter_map(|entry| {
+            let Stage::Waiting { us, heard, stranger, turn } = entry.stage else { return None };
+            let may_be = stranger && !full;
+            let (rank, asker) = if may_be && first {
+                (0, Asker::Stranger)
+            } else if heard && soon {
+                (1, Asker::Heard)
+            } else if us {
+                (2, Asker::Us)
+            } else if may_be {
+                (3, Asker::Stranger)
+            } else {
+                return None;
+            };
+            Some((rank, turn, asker, entry))
         });
-        let after = |asker| (asker == Asker::Stranger) != first;
-        let (asker, _, entry) = waiting.min_by_key(|(asker, turn, _)| (after(*asker), *turn))?;
+        let (.., asker, entry) = waiting.min_by_key(|(rank, turn, ..)| (*rank, *turn))?;
         entry.stage = Stage::UnderWay { asker };
         Some(entry.key)
     }
@@ -319,13 +338,19 @@ mod tests {
         at_once: 2,
         strangers_at_once: 1,
         strangers_first: 0,
+        heard_first: 1,
         strangers_waiting: 1,
         rest: Duration::from_nanos(2),
         kept: Duration::MAX,
     };
 
-    /// Who waits for an address: we, strangers.
-    type Waits = (bool, bool);
+    /// Who waits for an address.
+    type Waits = Vec<Asker>;
+
+    /// We do, for whatever reason.
+    fn is_ours(waits: &[Asker]) -> bool {
+        waits.iter().any(|asker| *asker != Asker::Stranger)
+    }
 
     /// What must be so, kept apart: by key the last answer that counts, who waits in which order, what is under way.
     #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
@@ -339,6 +364,8 @@ mod tests {
     struct World<const N: usize> {
         resolve: Resolve<u8, (), N>,
         model: Model,
+        /// Who asks.
+        askers: [Asker; 2],
         now: Time,
     }
 
@@ -359,19 +386,21 @@ mod tests {
                 Look::Failed => assert!(rests && !busy && waits.is_none()),
                 Look::Waits if busy => {}
                 Look::Waits => match waits {
-                    Some((_, (us, _))) if asker == Asker::Us => *us = true,
-                    Some((_, (_, stranger))) => *stranger = true,
+                    Some((_, waits)) if waits.contains(&asker) => {}
+                    Some((_, waits)) => {
+                        waits.push(asker);
+                        waits.sort_unstable();
+                    }
                     None => {
                         assert!(!knows_all || !rests);
-                        let is_ours = asker == Asker::Us;
-                        model.waiting.push((key, (is_ours, !is_ours)));
+                        model.waiting.push((key, Vec::from([asker])));
                         assert!(self.strangers() <= LIMITS.strangers_waiting + LIMITS.at_once);
                     }
                 },
                 Look::Full => {
                     assert!(!busy && waits.is_none());
                     let full = model.waiting.len() + model.under_way.len() >= N;
-                    let strangers = model.waiting.iter().filter(|it| it.1 == (false, true));
+                    let strangers = model.waiting.iter().filter(|it| !is_ours(&it.1));
                     let many = strangers.count() >= LIMITS.strangers_waiting;
                     assert!(full || (many && asker == Asker::Stranger));
                 }
@@ -379,7 +408,7 @@ mod tests {
         }
 
         fn strangers(&self) -> usize {
-            let waiting = self.model.waiting.iter().filter(|it| it.1 == (false, true)).count();
+            let waiting = self.model.waiting.iter().filter(|it| !is_ours(&it.1)).count();
             let under_way = self.model.under_way.iter().filter(|it| it.1 == Asker::Stranger);
             waiting + under_way.count()
         }
@@ -387,12 +416,18 @@ mod tests {
         /// Returns what is under way now.
         fn take(&mut self) -> Option<u8> {
             let model = &mut self.model;
-            let strangers = model.under_way.iter().filter(|it| it.1 == Asker::Stranger).count();
-            let ours = model.waiting.iter().position(|(_, (us, _))| *us);
-            let theirs = model.waiting.iter().position(|(_, (_, stranger))| *stranger);
+            let many = |asker| model.under_way.iter().filter(|it| it.1 == asker).count();
+            let (strangers, heard) = (many(Asker::Stranger), many(Asker::Heard));
+            let first_of = |asker| {
+                let at = model.waiting.iter().position(|(_, waits)| waits.contains(&asker));
+                at.map(|at| (at, asker))
+            };
+            let ours = model.waiting.iter().position(|(_, waits)| is_ours(waits));
             let ours = ours.map(|at| (at, Asker::Us));
+            let soon = first_of(Asker::Heard).filter(|_| heard < LIMITS.heard_first);
+            let ours = soon.or(ours);
+            let theirs = first_of(Asker::Stranger);
             let theirs = theirs.filter(|_| strangers < LIMITS.strangers_at_once);
-            let theirs = theirs.map(|at| (at, Asker::Stranger));
             let first = strangers < self.resolve.limits.strangers_first;
             let at = if first { theirs.or(ours) } else { ours.or(theirs) };
             let at = at.filter(|_| model.under_way.len() < LIMITS.at_once);
@@ -416,11 +451,11 @@ mod tests {
             let Model { last, waiting, under_way } = &self.model;
             for (key, last) in KEYS.into_iter().zip(last) {
                 let is_asked = under_way.iter().any(|it| it.0 == key);
-                let waits = waiting.iter().find(|it| it.0 == key).map(|it| it.1);
+                let waits = waiting.iter().find(|it| it.0 == key).map(|it| &*it.1);
                 let expected = match *last {
                     Some((_, true)) => Known::Found,
                     _ if is_asked => Known::Asked,
-                    _ if waits.is_some_and(|(us, _)| us) => Known::Waits,
+                    _ if waits.is_some_and(is_ours) => Known::Waits,
                     // We may ask for it, too.
                     _ if waits.is_some() => Known::Nothing,
                     Some((at, false)) if self.now.since(at) < LIMITS.rest => Known::Failed,
@@ -453,8 +488,9 @@ mod tests {
                 all.push(world);
             };
             for key in KEYS {
-                step(&|world| world.look(key, Asker::Us));
-                step(&|world| world.look(key, Asker::Stranger));
+                for asker in self.askers {
+                    step(&|world| world.look(key, asker));
+                }
                 // Also of one that nobody has asked for.
                 step(&|world| world.answer(key, true));
                 step(&|world| world.answer(key, false));
@@ -471,9 +507,21 @@ mod tests {
         }
     }
 
-    fn explore<const N: usize>(kept: Duration, strangers_first: usize, depth: u32) -> usize {
+    /// Who may ask, of two kinds, and how many strangers come first.
+    const ASKERS: [([Asker; 2], usize); 4] = [
+        ([Asker::Us, Asker::Stranger], 0),
+        ([Asker::Us, Asker::Stranger], 1),
+        ([Asker::Us, Asker::Heard], 0),
+        ([Asker::Heard, Asker::Stranger], 1),
+    ];
+
+    fn explore<const N: usize>(
+        kept: Duration,
+        (askers, strangers_first): ([Asker; 2], usize),
+        depth: u32,
+    ) -> usize {
         let resolve = Resolve::new(Limits { kept, strangers_first, ..LIMITS });
-        let world = World::<N> { resolve, model: Model::default(), now: Time::ZERO };
+        let world = World::<N> { resolve, model: Model::default(), askers, now: Time::ZERO };
         let (mut seen, mut layer) = (HashSet::new(), Vec::from([world]));
         for _ in 0..depth {
             let mut below = Vec::new();
@@ -489,8 +537,8 @@ mod tests {
 
     #[test]
     fn all_that_is_waited_for_comes_within_its_limits() {
-        for strangers_first in [0, 1] {
-            let seen = explore::<3>(Duration::MAX, strangers_first, 8);
+        for askers in ASKERS {
+            let seen = explore::<3>(Duration::MAX, askers, 8);
             assert!(seen > 20_000, "{seen}");
         }
     }
@@ -498,8 +546,8 @@ mod tests {
     /// The same where there is no room for all, and what nobody asks for is forgotten.
     #[test]
     fn what_is_forgotten_is_looked_up_again() {
-        for strangers_first in [0, 1] {
-            let seen = explore::<2>(Duration::from_nanos(3), strangers_first, 8);
+        for askers in ASKERS {
+            let seen = explore::<2>(Duration::from_nanos(3), askers, 8);
             assert!(seen > 20_000, "{seen}");
         }
         let mut one = Resolve::<u8, u8, 1>::new(LIMITS);
@@ -527,17 +575,23 @@ mod tests {
             at_once: 8,
             strangers_at_once: 4,
             strangers_first: 2,
+            heard_first: 4,
             strangers_waiting: 16,
             rest: Duration::ZERO,
             kept: Duration::MAX,
         };
-        use Asker::{Stranger, Us};
+        use Asker::{Heard, Stranger, Us};
         // Whoever else asks for it, too, before or after that, makes nobody wait for longer.
-        let cases: [(_, &[Asker], _); 4] = [
+        let cases: [(_, &[Asker], _); 9] = [
             (Us, &[Stranger], 1),
             (Us, &[Stranger, Us], 1),
             (Us, &[Us, Stranger], 1),
+            (Us, &[Heard], 1),
+            (Us, &[Us, Heard], 1),
             (Stranger, &[Us], 8),
+            (Stranger, &[Heard], 8),
+            (Heard, &[Stranger], 1),
+            (Heard, &[Us], 30),
         ];
         for (many, late, most) in cases {
             for others in 1..LATE {
@@ -563,6 +617,66 @@ mod tests {
                 let in_time = waited.is_some_and(|waited| waited <= most);
                 assert!(in_time, "{waited:?} answers for {late:?}, beside {others}");
             }
+        }
+    }
+
+    /// Hosts are called of which nobody is there, however many; each of their addresses is looked up again as soon as it may be, and so are a
+    /// stranger's. One that was called with them accepts, and has any of eight NICs: it is reached before it is given up as one that has never
+    /// answered, which takes 2.5 s, whether its addresses wait in the queue already or not.
+    #[test]
+    fn who_was_heard_is_reached_in_time_however_many_do_not_answer() {
+        const LOOKUP: Duration = Duration::from_secs(1);
+        const STEP: Duration = Duration::from_millis(125);
+        const PATIENCE: Duration = Duration::from_millis(2500);
+        const NICS: u8 = 8;
+        let limits = Limits {
+            at_once: 8,
+            strangers_at_once: 4,
+            strangers_first: 2,
+            heard_first: 4,
+            strangers_waiting: 128,
+            rest: LOOKUP,
+            kept: LOOKUP * 60,
+        };
+        let hosts = [0, 1, 8, 19, 40, 100];
+        let cases = hosts.into_iter().flat_map(|hosts| (1..=u8::MAX).map(move |it| (hosts, it)));
+        for ((hosts, good), waits) in cases.flat_map(|case| [(case, false), (case, true)]) {
+            let (mut resolve, mut now) = (Resolve::<u8, (), 128>::new(limits), Time::ZERO);
+            let (mut under_way, mut reach) = (Vec::new(), Reach::Waits);
+            let accepted = Time::ZERO.after(LOOKUP * 2 + STEP);
+            while now < accepted.after(PATIENCE) && reach != Reach::Reached {
+                for host in NICS..NICS + hosts {
+                    let asker = if host % 8 == 7 { Asker::Stranger } else { Asker::Us };
+                    let _ = resolve.look(now, host, asker, LOOKUP);
+                }
+                for nic in (0..NICS).filter(|_| waits && now < accepted) {
+                    let _ = resolve.look(now, nic, Asker::Us, LOOKUP);
+                }
+                if now >= accepted {
+                    let ways = (0..NICS).map(|nic| {
+                        match resolve.look(now, nic, Asker::Heard, LOOKUP * 3) {
+                            Look::Found(()) => Reach::Reached,
+                            Look::Waits => Reach::Waits,
+                            Look::Failed => Reach::Lost,
+                            Look::Full => Reach::Full,
+                        }
+                    });
+                    reach = Reach::of_all(ways);
+                }
+                while let Some(key) = resolve.begin() {
+                    under_way.push((key, now));
+                }
+                now = now.after(STEP);
+                under_way.retain(|&(key, since)| {
+                    let found = key < NICS && good >> key & 1 == 1;
+                    let is_over = found || now.since(since) >= LOOKUP;
+                    if is_over {
+                        resolve.answered(now, key, found.then_some(()));
+                    }
+                    !is_over
+                });
+            }
+            assert_eq!(reach, Reach::Reached, "{good:b} of one beside {hosts}");
         }
     }
 
@@ -601,6 +715,7 @@ mod tests {
             at_once: 4,
             strangers_at_once: 4,
             strangers_first: 2,
+            heard_first: 0,
             strangers_waiting: 8,
             rest: LOOKUP,
             kept: LOOKUP,

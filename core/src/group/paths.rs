@@ -19,8 +19,9 @@
 //! all, and they are posted again over another NIC when they might be stuck: an ask too many is answered
 //! again, an answer too many ignored. Nobody waits for one that stays away but by the clock.
 //!
-//! Heartbeats go the same way, each by a NIC that has none under way: one that stands still holds one of them, and those after it go by
-//! the others. So a connection whose peer is there does not end for want of anything that
+//! Heartbeats go the same way, each by a NIC that has none under way. When one is due and another has not ended, that one may be stuck:
+//! then one goes by each NIC that has none, so that NICs that begin to stand still at once cost one interval together, and each holds one of
+//! them. So a connection whose peer is there does not end for want of anything that
 //! peers who are not may hold: what keeps it is posted beside all credits, and providers have room for it
 //! beside their queues ([`NOTES_PER_PEER`]). Transfers have no such room: they wait for their turn.
 //!
@@ -35,8 +36,8 @@
 //! 4. A path not settled within the drain time, and a peer without a path for as long, is the end of the
 //!    peer: [`DownReason::PathLost`]. So no piece waits for ever.
 //! 5. What is set aside and what is in flight are together at most the depths of all NICs.
-//! 6. As long as a NIC that leads to a peer has no heartbeat to it under way, the next can be posted. A NIC has one of them, or two
-//!    where it alone led there.
+//! 6. As long as a NIC that leads to a peer has no heartbeat to it under way, the next can be posted; while another has one, the next
+//!    goes by each such NIC. A NIC has one of them, or two where it alone led there.
 //!
 //! The tests of the group explore all of it with a receiver that counts, and pieces that arrive, arrive
 //! late, or do not.
@@ -185,7 +186,7 @@ impl Paths {
 
     /// Whether one is to be posted, and can be while these NICs of ours, a bit for each, lead to the peer.
     pub(super) fn has_note(&self, leading: u8) -> bool {
-        self.beat.pending && self.beat.has_room(leading)
+        self.beat.ways(leading) != 0
             || self.asks.iter().any(|ask| ask.pending)
             || self.receipts.is_some() && self.replies.iter().any(|reply| reply.pending)
     }
@@ -330,8 +331,10 @@ impl Reply {
 /// Our signs of life to the peer, when there is nothing else to send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Beat {
-    /// To be posted.
+    /// To be posted, by one NIC,
     pending: bool,
+    /// and by each of these, a bit for each: by others one is under way, which may be stuck.
+    each: u8,
     /// The NICs that one is under way on, posted and not completed, a bit for each,
     once: u8,
     /// and those of them that two are.
@@ -349,6 +352,7 @@ struct Beat {
 impl Beat {
     const IDLE: Self = Self {
         pending: false,
+        each: 0,
         once: 0,
         twice: 0,
         via: NO_NIC,
@@ -362,9 +366,13 @@ impl Beat {
         self.used || self.told
     }
 
-    /// Wants one more, unless enough are under way to tell. The NICs `leading` to the peer have a bit each.
+    /// Wants one more, unless enough are under way to tell; one by each NIC that has none, if any is under way. The NICs `leading` to the
+    /// peer have a bit each.
     const fn repeat(&mut self, leading: u8) {
         self.pending |= self.has_room(leading);
+        if self.pending && self.once != 0 {
+            self.each |= leading & !self.once;
+        }
     }
 
     /// Whether one more is of use: those under way may be stuck on a NIC, or on several, and none on the next.
@@ -372,22 +380,25 @@ impl Beat {
         self.once.count_ones() + self.twice.count_ones() < MAX_BEATS || leading & !self.once != 0
     }
 
-    /// Which NICs the next may go by, a bit for each, of those `leading` to the peer: such as have none under way, another than the last
-    /// one's if there is a choice.
+    /// Which NICs the next may go by, a bit for each, of those `leading` to the peer; none if none is to be posted. Such as have none under
+    /// way, another than the last one's if there is a choice.
     const fn ways(&self, leading: u8) -> u8 {
         let free = leading & !self.once;
         let others = free & !1_u8.unbounded_shl(self.via as u32);
-        match (others, free) {
+        let next = match (others, free) {
+            _ if !self.pending => 0,
             (0, 0) if self.has_room(leading) => leading,
             (0, free) => free,
             (others, _) => others,
-        }
+        };
+        next | (self.each & free)
     }
 
     /// One was posted on the NIC of this bit, of those that it may go by.
     const fn add(&mut self, bit: u8) {
         self.twice |= self.once & bit;
         self.once |= bit;
+        self.each &= !bit;
     }
 
     /// One ended there. `false` if none was under way.
@@ -395,6 +406,10 @@ impl Beat {
         let there = self.once & bit;
         self.once &= !bit | self.twice;
         self.twice &= !bit;
+        if self.once == 0 {
+            // None is stuck.
+            self.each = 0;
+        }
         there != 0
     }
 }
@@ -604,8 +619,8 @@ where
 
     /// After [`Event::Heartbeat`]: a heartbeat is the next piece to the peer, before all transfers. It needs no
     /// slot and no credit. O(1); nothing happens if the peer cannot be posted to now, or has enough of them
-    /// under way: one that completes is a sign of life to it, one that does not is soon followed by the next, over another NIC if one
-    /// leads there.
+    /// under way: one that completes is a sign of life to it, one that does not by the next time is followed by one over each other NIC
+    /// that leads there.
     pub fn beat(&mut self, peer: PeerId) {
         let usable = self.nics_usable();
         let Some(entry) = self.peer_entry(peer).filter(|entry| entry.is_usable()) else {
@@ -1197,15 +1212,20 @@ impl PeerEntry {
         }
         // Last: any of the others is a sign of life, too.
         let beat = &mut self.paths.beat;
-        if posted.is_none() && beat.pending && beat.ways(leading) & bit != 0 {
+        if posted.is_none() && beat.ways(leading) & bit != 0 {
             (beat.pending, beat.via) = (false, nic);
             beat.add(bit);
-            let usage = match (beat.stays.take(), self.machine.parting()) {
+            let usage = match (beat.stays, self.machine.parting()) {
                 (Some(round), _) => Usage::Stays(round),
                 (None, Some(round)) => Usage::Over(round),
-                (None, None) if core::mem::take(&mut beat.used) => Usage::Some,
+                (None, None) if beat.used => Usage::Some,
                 (None, None) => Usage::None,
             };
+            // Of several that go together each says it, since any other may be stuck.
+            if beat.each & leading == 0 {
+                beat.stays = None;
+                beat.used &= usage != Usage::Some;
+            }
             beat.told = usage == Usage::Some;
             posted = Some(work(Note::Beat, Control::Heartbeat(usage)));
         }

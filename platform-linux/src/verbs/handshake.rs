@@ -14,7 +14,8 @@
 //! Each device has a door. A call goes from one of ours to one of theirs, and by another pair each time that it is
 //! repeated, until it is answered (`immwire_core::doors`); answers go by the door that was asked, to the one that the
 //! question names. A challenge is good for the door that it was sent to. A pair whose address is not known is passed over until it is found. A call of which
-//! nothing could be said yet because others' addresses are looked up first uses up no patience (`immwire_core::patience`).
+//! nothing could be said yet because others' addresses are looked up first uses up no patience (`immwire_core::patience`). When a peer has accepted,
+//! or shown that it holds the group's key, its addresses are looked up before those of peers of which nothing was heard (`immwire_core::resolve`).
 //!
 //! # Invariants
 //!
@@ -579,9 +580,9 @@ impl VerbsProvider {
         let Some(stands) = stands(&claim) else {
             return self.refuse(initiator, caller, Refusal::Malformed);
         };
-        // Whoever holds the key may have us look for more.
+        // Whoever holds the key may have us look for more, and sooner.
         let has_key = self.config.group_key.is_some();
-        let asker = if has_key { Asker::Us } else { Asker::Stranger };
+        let asker = if has_key { Asker::Heard } else { Asker::Stranger };
         match self.can_connect(&stands, asker) {
             Reach::Waits => return Some(Hearing::Later),
             // It is repeated.
@@ -688,7 +689,8 @@ impl VerbsProvider {
             self.fail_call(peer, DownReason::Protocol, sink);
             return Some(Hearing::Done);
         };
-        match self.can_connect(&stands, Asker::Us) {
+        // It waits for us, as those that we call and nobody hears of do not.
+        match self.can_connect(&stands, Asker::Heard) {
             Reach::Reached => {}
             Reach::Lost | Reach::NoRoute => {
                 self.fail_call(peer, DownReason::Refused(Refusal::NoWay), sink);

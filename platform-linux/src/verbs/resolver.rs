@@ -46,6 +46,7 @@ const LIMITS: Limits = Limits {
     at_once: AT_ONCE,
     strangers_at_once: AT_ONCE / 2,
     strangers_first: AT_ONCE / 4,
+    heard_first: AT_ONCE / 2,
     strangers_waiting: 128,
     // Less than a call lasts: who comes up meanwhile is found.
     rest: Duration::from_secs(1),

@@ -5,6 +5,7 @@
 
 use immwire_core::datagram::Message;
 use immwire_core::id::{NicIndex, PeerId, Time};
+use immwire_core::life::Greet;
 use immwire_core::port::PACKET_MAX;
 use immwire_core::pulse::standstill;
 use immwire_core::resolve::Asker;
@@ -136,7 +137,7 @@ impl VerbsProvider {
             self.connect_paths(index, sink);
             self.open_lines(index, sink);
             self.open_outlets(index);
-            self.greet(index);
+            self.greet(index, sink);
             self.speak(index);
             self.probe(index, sink);
             if self.part_with(index) {
@@ -148,20 +149,31 @@ impl VerbsProvider {
     }
 
     /// Repeats our answer to whoever has called, until it is heard.
-    fn greet(&mut self, index: u16) {
+    fn greet<S: Sink>(&mut self, index: u16, sink: &mut S) {
         let now = self.now;
         let Some(session) =
             self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
         else {
             return;
         };
-        if session.life.greet(now, session.says.accept) {
-            let (nonce, proof) = (session.nonce, session.accept_proof);
-            let message = Message::Accept { nonce, proof, claim: &session.accept };
-            // If there is no room, it is repeated.
-            let to = (session.through, &session.door, Asker::Us);
-            let sent = self.doors.send(&mut self.resolver, to, &message, now);
-            session.says.accept = sent == Sent::Waits;
+        match session.life.greet(now, session.says.accept) {
+            Greet::Nothing => {}
+            Greet::Say => {
+                let (nonce, proof) = (session.nonce, session.accept_proof);
+                let message = Message::Accept { nonce, proof, claim: &session.accept };
+                // If there is no room, it is repeated.
+                let to = (session.through, &session.door, Asker::Heard);
+                let sent = self.doors.send(&mut self.resolver, to, &message, now);
+                session.says.accept = sent == Sent::Waits;
+            }
+            Greet::Overdue => {
+                for at in 0..self.ports.len() {
+                    self.poll_nic(at, self.last_rounds, sink);
+                }
+                if let Some(session) = self.session(index) {
+                    session.life.miss(now);
+                }
+            }
         }
     }
 
