@@ -10,18 +10,19 @@ const fn word(seed: u64, word: u64) -> u64 {
     mixed ^ (mixed >> 29)
 }
 
+// Both loops are without iterators: where they are hardly optimised, each step of one is calls.
+
 /// Writes the bytes of places `at..` into `bytes`. `at` is a multiple of 8.
 pub fn fill(seed: u64, at: u64, bytes: &mut [u8]) {
     debug_assert!(at.is_multiple_of(8), "{at}");
-    let mut words = bytes.chunks_exact_mut(8);
-    let mut number = at / 8;
-    for bytes in &mut words {
-        bytes.copy_from_slice(&word(seed, number).to_le_bytes());
-        number = number.wrapping_add(1);
+    let (words, rest) = bytes.as_chunks_mut();
+    let (mut index, mut number) = (0, at / 8);
+    while index < words.len() {
+        words[index] = word(seed, number).to_le_bytes();
+        (index, number) = (index + 1, number.wrapping_add(1));
     }
-    for (byte, from) in words.into_remainder().iter_mut().zip(word(seed, number).to_le_bytes()) {
-        *byte = from;
-    }
+    let last = word(seed, number).to_le_bytes();
+    rest.copy_from_slice(&last[..rest.len()]);
 }
 
 /// The first byte of `bytes` that is not the one of its place; places count from `at`, a multiple
@@ -29,12 +30,14 @@ pub fn fill(seed: u64, at: u64, bytes: &mut [u8]) {
 #[must_use]
 pub fn first_wrong(seed: u64, at: u64, bytes: &[u8]) -> Option<usize> {
     debug_assert!(at.is_multiple_of(8), "{at}");
-    let words = (at / 8..).zip(bytes.chunks(8));
-    words.enumerate().find_map(|(index, (number, found))| {
-        let expected = word(seed, number).to_le_bytes();
-        let same = expected.iter().zip(found).take_while(|(a, b)| a == b).count();
-        (same < found.len()).then_some(index * 8 + same)
-    })
+    let (words, rest) = bytes.as_chunks();
+    let (mut index, mut number) = (0, at / 8);
+    while index < words.len() && words[index] == word(seed, number).to_le_bytes() {
+        (index, number) = (index + 1, number.wrapping_add(1));
+    }
+    let found = words.get(index).map_or(rest, <[u8; 8]>::as_slice);
+    let wrong = found.iter().zip(word(seed, number).to_le_bytes()).position(|(&a, b)| a != b);
+    Some(index * 8 + wrong?)
 }
 
 /// The numbers `0..count` in an order that `seed` decides.
