@@ -796,13 +796,14 @@ pub fn processor_time() -> u64 {
 }
 
 /// How often a thread of this process went to sleep, of those that are there. Threads of a stand-in are left out: they do
-/// what devices do, for which no processor wakes.
+/// what devices do, for which no processor wakes; and those of CUDA's driver, which look around some ten times a second for each GPU.
 fn naps() -> u64 {
     let mut sum = 0;
     for thread in std::fs::read_dir("/proc/self/task").expect("proc(5)") {
         let thread = thread.expect("proc(5)").path();
         let read = |name| std::fs::read_to_string(thread.join(name)).unwrap_or_default();
-        if !read("comm").starts_with("fake-") {
+        let name = read("comm");
+        if !["fake-", "cuda"].iter().any(|whose| name.starts_with(whose)) {
             let status = read("status");
             let naps =
                 status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
