@@ -250,7 +250,7 @@ pub struct BenchArgs {
     /// Measure the machine without the engine too (the default)
     #[arg(long, overrides_with = "no_baseline")]
     pub baseline: bool,
-    /// Do not
+    /// Do not measure the machine without the engine
     #[arg(long)]
     pub no_baseline: bool,
     /// One JSON object a row, as soon as it is measured
@@ -362,8 +362,8 @@ pub struct PushArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 The address goes to standard output, everything else to standard error. Over shared memory only processes
-of the same user are let in; over a network anybody who reaches the port: on one that others share, use a
-tunnel, or none at all with RDMA. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
+of the same user are let in; over a network whoever reaches the port: if others share it, use a tunnel,
+and no RDMA. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
 
 Examples:
   immwire recv --dir inbox
@@ -466,9 +466,9 @@ pub struct SimReplayArgs {
 
 const SIM_EP_HELP: &str = "\
 Each rank is a real engine in this process, with the core and the driver that would run on the machine;
-NICs are models made from published figures (see the documentation of immwire::sim::NicModel for each
-number's source), and time is the fabric's own. The same command predicts the same everywhere; the time it
-takes, and the memory, are this machine's.
+NICs are models made from published figures where there are some, else measured or assumed ones (see the
+documentation of immwire::sim::NicModel for each number's source), and time is the fabric's own. The same
+command predicts the same everywhere; the time it takes, and the memory, are this machine's.
 
 Modelled: the NIC's goodput in both directions, so that incast shows; latency; the NIC's time for each
 message; the processor's time to post a write and to take a completion or an immediate; credits, splits,

@@ -65,7 +65,7 @@ impl NicModel {
     /// | goodput 378 Gbit/s | single writes of 32 MiB (paper, table 2) |
     /// | 20 ns a message | 64 KiB pages at 370 Gbit/s (table 2): 1,408 ns each, 1,387 of them for the bytes |
     /// | 136 ns to post | slope of the time to post one scatter at EP8 to EP64 (table 9) |
-    /// | latency 2.4 µs | half of a tuned proxy's 5.2 µs round trip of 8 bytes (field measurement on ConnectX-7), less posting and polling |
+    /// | latency 2.4 µs | half of a tuned proxy's 5.2 µs round trip of 8 bytes (measured on ConnectX-7 by others, unpublished), less posting and polling |
     /// | depth 1024, largest message 1 GiB | the published engine's send queue; the smaller of the two port limits seen |
     /// | told of 16 messages together | as our providers do, by libibverbs and libfabric |
     /// | loss seen after 470 ms | its 67 ms time-out, seven retries |
