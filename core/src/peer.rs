@@ -39,7 +39,8 @@ pub struct LivenessConfig {
     pub heartbeat: Duration,
     /// When nothing was heard for so long, the peer is suspected.
     pub suspect_after: Duration,
-    /// When nothing was heard for so long, the peer is lost.
+    /// When nothing was heard for so long, the peer is lost. Two intervals of heartbeats are the least; a NIC that begins to stand still costs one
+    /// more, where others go on.
     pub down_after: Duration,
     /// A connection that was started ends in so long, one way or the other.
     pub connect_deadline: Duration,

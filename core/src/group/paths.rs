@@ -16,8 +16,8 @@
 //!
 //! What a receipt says is for providers to know; [`crate::receipt`] is how it travels. Asks and answers
 //! are pieces of their own: they need no transfer slot and no credit, of which the broken path may hold
-//! all, and they are posted again over another NIC when they might be stuck: an ask too many is answered
-//! again, an answer too many ignored. Nobody waits for one that stays away but by the clock.
+//! all, and they are posted again over another NIC when they might be stuck, over each that leads to the peer before one has a
+//! second: an ask too many is answered again, an answer too many ignored. Nobody waits for one that stays away but by the clock.
 //!
 //! Heartbeats go the same way, each by a NIC that has none under way. When one is due and another has not ended, that one may be stuck:
 //! then one goes by each NIC that has none, so that NICs that begin to stand still at once cost one interval together, and each holds one of
@@ -204,8 +204,7 @@ struct Ask {
     pending: bool,
     /// Posted, and not completed; of earlier epochs too.
     in_flight: u8,
-    /// The NIC that it was posted on last.
-    via: NicIndex,
+    turn: Turn,
     /// An answer arrived, and was not looked at yet.
     answered: bool,
     /// When to ask again.
@@ -221,7 +220,7 @@ impl Ask {
         epoch: Epoch::ZERO,
         pending: false,
         in_flight: 0,
-        via: NO_NIC,
+        turn: Turn::NONE,
         answered: false,
         again: Time::NEVER,
         until: Time::NEVER,
@@ -247,6 +246,34 @@ impl Ask {
     }
 }
 
+/// The NICs that had one ask, or one answer, a bit for each; when all have that lead to the peer, the last one's alone. The last may be stuck,
+/// or about to break, and so may several: so each has one before one has a second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Turn(u8);
+
+impl Turn {
+    const NONE: Self = Self(0);
+
+    /// Whether one went by `nic` since each had one.
+    const fn was_of(self, nic: NicIndex) -> bool {
+        self.0 & 1_u8.unbounded_shl(nic as u32) != 0
+    }
+
+    /// Whether the next may go by `nic`; the NICs `leading` to the peer have a bit each.
+    const fn is_of(self, nic: NicIndex, leading: u8) -> bool {
+        !self.was_of(nic) || leading & !self.0 == 0
+    }
+
+    /// One was posted on `nic`.
+    const fn take(&mut self, nic: NicIndex, leading: u8) {
+        let bit = 1_u8.unbounded_shl(nic as u32);
+        self.0 |= bit;
+        if leading & !self.0 == 0 {
+            self.0 = bit;
+        }
+    }
+}
+
 fn interval(drain: Duration) -> Duration {
     (drain / ASKS).max(Duration::from_nanos(1))
 }
@@ -262,8 +289,7 @@ struct Reply {
     pending: bool,
     /// Posted, and not completed.
     in_flight: u8,
-    /// The NIC that it was posted on last.
-    via: NicIndex,
+    turn: Turn,
     /// A later ask, which came while this one was dealt with.
     next: Option<(Epoch, NicIndex)>,
 }
@@ -291,7 +317,7 @@ impl Reply {
         state: ReplyState::Never,
         pending: false,
         in_flight: 0,
-        via: NO_NIC,
+        turn: Turn::NONE,
         next: None,
     };
 
@@ -489,12 +515,12 @@ where
         paths
             .asks
             .iter_mut()
-            .filter(|ask| ask.via == nic && ask.in_flight > 0)
+            .filter(|ask| ask.turn.was_of(nic) && ask.in_flight > 0)
             .for_each(Ask::repeat);
         paths
             .replies
             .iter_mut()
-            .filter(|it| it.via == nic && it.in_flight > 0)
+            .filter(|it| it.turn.was_of(nic) && it.in_flight > 0)
             .for_each(Reply::repeat);
         self.routes_changed(now, peer.index);
     }
@@ -1168,7 +1194,6 @@ impl PeerEntry {
             self.reached_from(nic).find(|remote| control.keys.get(*remote).is_some())?;
         let dst_key = control.keys.get(remote_nic)?;
         let (leading, bit) = (self.leading(usable), 1_u8.unbounded_shl(nic.into()));
-        let others = leading & !bit != 0;
         let work = |note, imm: Control| WorkRequest {
             token: Token::of_note(note, peer),
             nic,
@@ -1184,11 +1209,10 @@ impl PeerEntry {
         };
         let mut posted = None;
         for (from, ask) in (0..).zip(&mut self.paths.asks) {
-            // Again, if there is another way, over another: the last may be about to break.
-            if ask.pending && (ask.via != nic || !others) {
+            if ask.pending && ask.turn.is_of(nic, leading) {
                 ask.pending = false;
                 ask.in_flight = ask.in_flight.saturating_add(1);
-                ask.via = nic;
+                ask.turn.take(nic, leading);
                 let imm = Control::Ask { from, to: ask.remote, epoch: ask.epoch };
                 posted = Some(work(Note::Ask(from), imm));
                 break;
@@ -1197,12 +1221,13 @@ impl PeerEntry {
         if let (None, Some(receipts)) = (posted, self.paths.receipts) {
             let len = SETTLEMENT_BYTES as u64;
             for (of, reply) in (0_u8..).zip(&mut self.paths.replies) {
-                if reply.pending && (reply.via != nic || !others) {
+                if reply.pending && reply.turn.is_of(nic, leading) {
                     let offset = receipts.offset.checked_add(u64::from(of) * len)?;
                     let src = receipts.src.range(offset, len).ok()?;
                     let src_key = receipts.src.keys.get(nic)?;
                     let dst = control.range(offset, len).ok()?;
-                    (reply.pending, reply.via) = (false, nic);
+                    reply.pending = false;
+                    reply.turn.take(nic, leading);
                     reply.in_flight = reply.in_flight.saturating_add(1);
                     let note = work(Note::Answer(of), Control::Answer(of));
                     posted = Some(WorkRequest { src, src_key, dst, len, ..note });

@@ -2454,6 +2454,45 @@ fn nics_that_stand_still_cost_one_interval_together() {
     }
 }
 
+/// All of our NICs but one may stand still, unreported: what is posted there does not end. Whichever it is, what is asked goes by it before the
+/// peer is given up, of four; and so does an answer that is asked for as often.
+#[test]
+fn asks_and_answers_go_by_each_nic_in_turn() {
+    for nics in 1..=4_u8 {
+        let setup = Setup { nics, peers: 1, ..SMALL };
+        let post = |world: &mut World| {
+            let from = world.posted.len();
+            for nic in 0..nics {
+                while world.apply(Do::Post(nic)) {}
+            }
+            world.posted[from..].iter().map(|work| work.nic).collect::<Vec<_>>()
+        };
+        let each = |mut vias: Vec<u8>| {
+            assert!(vias.len() >= usize::from(nics), "{vias:?} of {nics}");
+            assert!(nics == 1 || vias.windows(2).all(|two| two[0] != two[1]), "{vias:?}");
+            vias.truncate(usize::from(nics));
+            vias.sort_unstable();
+            assert_eq!(vias, (0..nics).collect::<Vec<_>>());
+        };
+        let mut asks = World::new(setup);
+        assert!(asks.apply(Do::Break(0, nics - 1, 0)));
+        let mut vias = Vec::new();
+        while asks.live(0).is_some() {
+            vias.extend(post(&mut asks));
+            asks.apply(Do::Tick);
+        }
+        each(vias);
+        let mut answers = World::new(setup);
+        assert!(answers.apply(Do::Asked(0, 0, 0)));
+        let mut vias = post(&mut answers);
+        for _ in 0..nics {
+            assert!(answers.apply(Do::AskedAgain(0, 0)));
+            vias.extend(post(&mut answers));
+        }
+        each(vias);
+    }
+}
+
 /// Of several heartbeats that go together any may be the only one that is heard: all say the same, and the next says what is new.
 #[test]
 fn heartbeats_that_go_together_say_the_same() {
