@@ -566,20 +566,24 @@ mod tests {
         assert_eq!(one.look(late, 2, Asker::Us, WITHIN), Look::Waits);
     }
 
+    /// As the platform's: eight lookups.
+    const EIGHT: Limits = Limits {
+        at_once: 8,
+        strangers_at_once: 4,
+        strangers_first: 2,
+        heard_first: 4,
+        strangers_waiting: 128,
+        rest: Duration::from_secs(1),
+        kept: Duration::from_secs(60),
+    };
+
     /// Some have so many addresses looked up that nobody has, each again as soon as it has failed, that there is never a lookup to spare. Who comes
     /// then, of the others, is begun within as many answers as there are lookups for the first, and a stranger with the next.
     #[test]
     fn nobody_waits_for_all_that_others_ask_for() {
         const LATE: u8 = 31;
-        let limits = Limits {
-            at_once: 8,
-            strangers_at_once: 4,
-            strangers_first: 2,
-            heard_first: 4,
-            strangers_waiting: 16,
-            rest: Duration::ZERO,
-            kept: Duration::MAX,
-        };
+        let limits =
+            Limits { strangers_waiting: 16, rest: Duration::ZERO, kept: Duration::MAX, ..EIGHT };
         use Asker::{Heard, Stranger, Us};
         // Whoever else asks for it, too, before or after that, makes nobody wait for longer.
         let cases: [(_, &[Asker], _); 9] = [
@@ -629,19 +633,10 @@ mod tests {
         const STEP: Duration = Duration::from_millis(125);
         const PATIENCE: Duration = Duration::from_millis(2500);
         const NICS: u8 = 8;
-        let limits = Limits {
-            at_once: 8,
-            strangers_at_once: 4,
-            strangers_first: 2,
-            heard_first: 4,
-            strangers_waiting: 128,
-            rest: LOOKUP,
-            kept: LOOKUP * 60,
-        };
         let hosts = [0, 1, 8, 19, 40, 100];
         let cases = hosts.into_iter().flat_map(|hosts| (1..=u8::MAX).map(move |it| (hosts, it)));
         for ((hosts, good), waits) in cases.flat_map(|case| [(case, false), (case, true)]) {
-            let (mut resolve, mut now) = (Resolve::<u8, (), 128>::new(limits), Time::ZERO);
+            let (mut resolve, mut now) = (Resolve::<u8, (), 128>::new(EIGHT), Time::ZERO);
             let (mut under_way, mut reach) = (Vec::new(), Reach::Waits);
             let accepted = Time::ZERO.after(LOOKUP * 2 + STEP);
             while now < accepted.after(PATIENCE) && reach != Reach::Reached {
